@@ -314,8 +314,8 @@ class PairPlan:
             if num_pieces > MAX_NUM_PIECES:
                 raise PlanError(
                     f"Each block would be cut into more than {MAX_NUM_PIECES} pieces, because "
-                    "heads and tokens are ordered differently on the two sides; give both engines the "
-                    "same KV cache layout."
+                    "heads and tokens are ordered differently on the two sides; give both engines "
+                    "the same KV cache layout."
                 )
             kinds = merge_pieces(rows_array, cut(rows_array, 0, unit))
             pools = one.num_blocks, other.num_blocks
