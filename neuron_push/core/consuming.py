@@ -294,8 +294,10 @@ class Consuming:
                 action.reason.value if action.reason else "",
                 action.detail,
             )
-        if load.opened is None and action.outcome is not Outcome.FAILED and action.reason is (
-            Reason.CANCELLED
+        if (
+            load.opened is None
+            and action.outcome is not Outcome.FAILED
+            and action.reason is (Reason.CANCELLED)
         ):
             return  # aborted before it had blocks: the engine waits for nothing
         self._shop.report(

@@ -273,7 +273,9 @@ def pair_key(secret_a: bytes, secret_b: bytes, sender: str, receiver: str) -> by
     """
     low, high = sorted((secret_a, secret_b))
     material = b"\0".join((sender.encode(), receiver.encode()))
-    return hashlib.blake2b(low + high + material, digest_size=32, person=b"neuron_push_pair").digest()
+    return hashlib.blake2b(
+        low + high + material, digest_size=32, person=b"neuron_push_pair"
+    ).digest()
 
 
 # ------------------------------------------------------------------ cards

@@ -163,8 +163,8 @@ class PeerTable:
 def common_unit(mine: KvLayout, theirs: KvLayout) -> int:
     """Tokens after which a block ends on both sides, in every group."""
     sizes = {
-        layout.tokens_per_block(group) for layout in (mine, theirs) for group in range(layout.num_groups)
+        layout.tokens_per_block(group)
+        for layout in (mine, theirs)
+        for group in range(layout.num_groups)
     }
     return math.lcm(*sizes)
-
-

@@ -400,5 +400,3 @@ class Producing:
                 )
             tables.append(ids)
         return tables
-
-

@@ -14,7 +14,7 @@ from neuron_push.core.commands import Counters, Result
 from neuron_push.core.layout import KvLayout
 from neuron_push.core.messages import Message, Reason
 from neuron_push.core.oncepermin import OncePerMinute
-from neuron_push.core.peers import PeerRank, PeerTable
+from neuron_push.core.peers import PeerTable
 from neuron_push.core.timers import Timers
 
 logger = logging.getLogger(__name__)

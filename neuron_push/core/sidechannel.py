@@ -250,9 +250,7 @@ class SideChannel:
         if len(self._rank_cards) == self._num_ranks:
             ordered = tuple(self._rank_cards[i] for i in sorted(self._rank_cards))
             self._card = self._make_card(ordered)
-            logger.info(
-                "engine %s: all %d ranks are up", self.identity.engine_id, self._num_ranks
-            )
+            logger.info("engine %s: all %d ranks are up", self.identity.engine_id, self._num_ranks)
 
     def _tell_ranks(self, message: MeetPeer | DialFailed) -> None:
         blob = encode(message)
@@ -361,9 +359,7 @@ class SideChannel:
             host, port, engine_id, socket, deadline_s, keep_trying, secrets.token_bytes(32)
         )
 
-    def _advance_dial(
-        self, dial: _Dial, readable: bool, now_s: float, poller: zmq.Poller
-    ) -> None:
+    def _advance_dial(self, dial: _Dial, readable: bool, now_s: float, poller: zmq.Poller) -> None:
         if dial.engine_id and dial.engine_id in self._connected:
             self._end_dial(dial, poller)  # it called us in the meantime
             return
@@ -427,7 +423,9 @@ class SideChannel:
     def _fail_dial(
         self, dial: _Dial, sentence: str, poller: zmq.Poller, *, temporary: bool = False
     ) -> None:
-        self._quiet.warning(logger, dial.address, "engine %s: %s", self.identity.engine_id, sentence)
+        self._quiet.warning(
+            logger, dial.address, "engine %s: %s", self.identity.engine_id, sentence
+        )
         self._tell_ranks(DialFailed(dial.address, sentence, temporary))
         self._end_dial(dial, poller)
 

@@ -26,9 +26,7 @@ class Timers:
         self._order += 1
         heapq.heappush(self._heap, (deadline_s, self._order, name))
         if len(self._heap) > 64 + 4 * len(self._due_s):
-            self._heap = [
-                entry for entry in self._heap if self._due_s.get(entry[2]) == entry[0]
-            ]
+            self._heap = [entry for entry in self._heap if self._due_s.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
 
     def due(self, now_s: float) -> Iterator[Hashable]:
