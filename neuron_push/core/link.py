@@ -115,6 +115,12 @@ def link_path(engine_id: str, host: str, port: int) -> str:
     return f"ipc://{os.path.join(directory, name)}"
 
 
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits; asking also lets ZeroMQ work."""
+    events = socket.getsockopt(zmq.EVENTS)
+    return isinstance(events, int) and bool(events & zmq.POLLIN)
+
+
 class WorkerLink:
     """The worker's end. Owner: the transfer thread; nothing here blocks."""
 
@@ -150,7 +156,7 @@ class WorkerLink:
             self._next_announce_s = now_s + self.REPEAT_S
             self.send(RankUp(self.rank, self._card))
         messages: list[Down] = []
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while is_readable(self._socket):
             blob = self._socket.recv(zmq.NOBLOCK)
             try:
                 message = _down.decode(blob)

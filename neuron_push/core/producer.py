@@ -42,6 +42,10 @@ class ProducerLeg:
         return self.state is not before
 
     @property
+    def is_done(self) -> bool:
+        return self.state is PState.DONE
+
+    @property
     def closed(self) -> bool:
         return self.state in (PState.DONE, PState.STOPPED)
 
@@ -306,7 +310,7 @@ class ProducerSession:
             if leg.in_flight or leg.state not in (PState.CLOSING, PState.STOPPING):
                 continue
             leg.move(PEvent.DRAINED)
-            if leg.state is PState.STOPPED and leg.peer != silent_peer:
+            if not leg.is_done and leg.peer != silent_peer:
                 actions.append(Send(leg.peer, CancelAck(leg.nonce)))
         if self.num_in_flight:
             return actions

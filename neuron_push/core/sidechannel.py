@@ -30,6 +30,7 @@ from neuron_push.core.link import (
     RankUp,
     decode_up,
     encode,
+    is_readable,
 )
 from neuron_push.core.messages import (
     MAX_CARD_BYTES,
@@ -219,7 +220,7 @@ class SideChannel:
     # ------------------------------------------------------------ our ranks
 
     def _receive_local(self) -> None:
-        while self._local.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while is_readable(self._local):
             route, *frames = self._local.recv_multipart()
             try:
                 message = decode_up(frames[0] if frames else b"")
@@ -283,7 +284,7 @@ class SideChannel:
     # ------------------------------------------------------------ callers
 
     def _receive_public(self) -> None:
-        while self._public.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while is_readable(self._public):
             frames = self._public.recv_multipart()
             try:
                 message = decode_side(frames[-1])
