@@ -74,13 +74,13 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """From vLLM's extra config; raises ConfigError with one sentence per problem."""
         options = dict(extra)
         names = {field.name for field in msgspec.structs.fields(cls)}
-        for name in options:
+        for name, value in options.items():
             if name not in names:
                 close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
                 hint = f"did you mean {close[0]!r}?" if close else f"known: {sorted(names)}"
                 raise ConfigError(
                     f"kv_connector_extra_config: unknown option {name!r} "
-                    f"(value {options[name]!r}); {hint}"
+                    f"(value {value!r}); {hint}"
                 )
         _from_environment(options, environment)
         checked: dict[str, Any] = {}

@@ -91,7 +91,8 @@ class Consuming:
             return
         self._waiting.setdefault(command.target.engine_id, {})[command.request_id] = None
         self._ask(_dial(command.target))
-        patience_s = self._shop.limits.handshake_timeout_s
+        # Longer than the side channel's own patience, whose sentence says more than ours.
+        patience_s = 1.2 * self._shop.limits.handshake_timeout_s
         self._shop.timers.set(("h", command.request_id), now_s + patience_s)
 
     def fail(self, command: FailConsumer, now_s: float) -> None:

@@ -166,9 +166,14 @@ class SideChannel:
         os.write(self._wake_w, b"x")
 
     def close(self) -> None:
+        """Once more is harmless."""
+        if self._stop:
+            return
         self._stop = True
         os.write(self._wake_w, b"x")
         self._thread.join(timeout=5)
+        os.close(self._wake_r)
+        os.close(self._wake_w)
 
     # ------------------------------------------------------------ the thread
 
@@ -214,8 +219,6 @@ class SideChannel:
         self._public.close()
         self._local.close()
         self._context.term()
-        os.close(self._wake_r)
-        os.close(self._wake_w)
 
     # ------------------------------------------------------------ our ranks
 
