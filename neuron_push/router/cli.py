@@ -25,7 +25,9 @@ def router(
         list[str] | None, typer.Option(metavar="URL", help="A decode engine; repeat for more.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any free one.")] = 8000,
+    port: Annotated[
+        str, typer.Option(metavar="N", help="Port to listen on; 0 takes any free one.")
+    ] = "8000",
     model_check: Annotated[
         bool,
         typer.Option(
@@ -33,17 +35,21 @@ def router(
         ),
     ] = False,
     max_body_mib: Annotated[
-        float, typer.Option(help="Largest request body in MiB; a larger one gets 413.")
-    ] = 32.0,
+        str, typer.Option(metavar="MIB", help="Largest request body in MiB; a larger one gets 413.")
+    ] = "32",
     connect_timeout_s: Annotated[
-        float, typer.Option(help="Longest wait for a connection to an engine, in seconds.")
-    ] = 5.0,
+        str,
+        typer.Option(metavar="S", help="Longest wait for a connection to an engine, in seconds."),
+    ] = "5",
     idle_timeout_s: Annotated[
-        float, typer.Option(help="Longest wait for the next byte of anyone, in seconds.")
-    ] = 300.0,
+        str, typer.Option(metavar="S", help="Longest wait for the next byte of anyone, in seconds.")
+    ] = "300",
     drain_s: Annotated[
-        float, typer.Option(help="How long running streams may last after SIGTERM, in seconds.")
-    ] = 30.0,
+        str,
+        typer.Option(
+            metavar="S", help="How long running streams may last after SIGTERM, in seconds."
+        ),
+    ] = "30",
 ) -> None:
     """Serve prefill and decode engines as one OpenAI-compatible endpoint."""
     try:

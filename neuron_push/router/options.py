@@ -51,14 +51,17 @@ def check_options(
     decode: Sequence[str],
     *,
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: int | str = 8000,
     model_check: bool = False,
-    max_body_mib: float = 32.0,
-    connect_timeout_s: float = 5.0,
-    idle_timeout_s: float = 300.0,
-    drain_s: float = 30.0,
+    max_body_mib: float | str = 32.0,
+    connect_timeout_s: float | str = 5.0,
+    idle_timeout_s: float | str = 300.0,
+    drain_s: float | str = 30.0,
 ) -> RouterOptions:
-    """Checks what a user wrote. Raises OptionError for the first value not allowed."""
+    """Checks what a user wrote; numbers may still be text.
+
+    Raises OptionError for the first value not allowed.
+    """
     if not prefill:
         raise OptionError("--prefill", "", f"at least one {_PREFILL_FORM}")
     if not decode:
@@ -69,13 +72,11 @@ def check_options(
     _refuse_repeated("--decode", decode_urls)
     if not host or any(char.isspace() for char in host):
         raise OptionError("--host", host, "a host name or address to listen on")
-    if not 0 <= port <= 65535:
-        raise OptionError("--port", port, "0 (any free port) to 65535")
     return RouterOptions(
         prefill=prefill_addresses,
         decode=decode_urls,
         host=host,
-        port=port,
+        port=_port("--port", port),
         model_check=model_check,
         max_body_bytes=int(_within("--max-body-mib", max_body_mib, 0.001, 1024.0) * MIB),
         connect_timeout_s=_within("--connect-timeout-s", connect_timeout_s, 0.1, 600.0),
@@ -123,7 +124,18 @@ def _refuse_repeated(option: str, urls: Sequence[str]) -> None:
             raise OptionError(option, url, "each engine once")
 
 
-def _within(option: str, value: float, low: float, high: float) -> float:
-    if not math.isfinite(value) or not low <= value <= high:
-        raise OptionError(option, value, f"{low:g} to {high:g}")
-    return float(value)
+def _port(option: str, value: int | str) -> int:
+    text = str(value)
+    if not text.isascii() or not text.isdigit() or int(text) > 65535:
+        raise OptionError(option, value, "a whole number from 0 (any free port) to 65535")
+    return int(text)
+
+
+def _within(option: str, value: float | str, low: float, high: float) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not low <= number <= high:
+        raise OptionError(option, value, f"a number from {low:g} to {high:g}")
+    return number

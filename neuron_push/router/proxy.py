@@ -6,6 +6,7 @@ Raw ASGI, because the client must be watched while nothing is sent yet.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine
@@ -18,6 +19,7 @@ from neuron_push.router.bodies import ClientRequest, parse_request, request_id_o
 from neuron_push.router.errors import RouterError
 from neuron_push.router.metrics import RouterMetrics
 
+_DISCARD_S = 5.0
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 
 _log = logging.getLogger("neuron_push.router")
@@ -62,10 +64,10 @@ class CompletionProxy:
     async def _serve(self, request: ClientRequest, client: _Client, arrived_at: float) -> None:
         attempt, reply = await self._dispatcher.dispatch(request)
         try:
-            await client.begin(reply.status, reply.headers)
             if not reply.streaming:
-                await client.write(reply.first, more=False)
+                await client.answer(reply.status, reply.headers, reply.first)
                 return
+            await client.begin(reply.status, reply.headers)
             self._metrics.ttft_s.observe(time.monotonic() - arrived_at)
             await client.write(reply.first)
             async for chunk in attempt.rest():
@@ -95,26 +97,28 @@ class _Client:
             413, f"the request body is larger than {limit} bytes", outcome="http_4xx"
         )
         declared = headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > 2 * limit:
-            raise too_large
+        if declared.isdigit() and int(declared) > limit and "expect" in headers:
+            raise too_large  # before the client sends any of it
         chunks: list[bytes] = []
         size = 0
         more = True
         while more:
             message = await self._next_message()
-            size += len(message.get("body", b""))
-            if size <= limit:
-                chunks.append(message.get("body", b""))
-            else:
-                # Read a little further: a client that is still sending would
-                # see a reset instead of the answer.
-                chunks.clear()
-                if size > 2 * limit:
-                    raise too_large
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
             more = message.get("more_body", False)
-        if size > limit:
-            raise too_large
+            if size > limit:
+                if more:
+                    await self._discard_body()
+                raise too_large
         return b"".join(chunks)
+
+    async def _discard_body(self) -> None:
+        """A client that is still sending would see a reset instead of the answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while (await self._next_message()).get("more_body", False):
+                    pass
 
     async def while_connected(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs the work, cancelled at once when the client hangs up (ClientGone)."""
@@ -141,6 +145,11 @@ class _Client:
         self._ended = not more
         await self._pass({"type": "http.response.body", "body": body, "more_body": more})
 
+    async def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """A whole response."""
+        await self.begin(status, {**headers, "content-length": str(len(body))})
+        await self.write(body, more=False)
+
     async def fail(self, error: RouterError) -> None:
         """An error response, or, in a stream that has begun, an error event and its end."""
         if self._ended:
@@ -155,8 +164,7 @@ class _Client:
                 headers["connection"] = "close"
             if error.retry_after is not None:
                 headers["retry-after"] = error.retry_after
-            await self.begin(error.status, headers)
-            await self.write(error.body(), more=False)
+            await self.answer(error.status, headers, error.body())
         except ClientGone as err:
             _log.debug("request_id=%s: %s", self.request_id, err)
 
