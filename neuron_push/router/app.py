@@ -97,9 +97,6 @@ async def _health(request: Request) -> Response:
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = error_body(
-        f"{request.method} {request.url.path}: {error.detail}",
-        "invalid_request_error",
-        error.status_code,
-    )
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    body = error_body(error.status_code, message)
     return Response(body, error.status_code, error.headers, media_type="application/json")

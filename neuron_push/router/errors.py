@@ -20,16 +20,12 @@ class RouterError(Exception):
         message: str,
         *,
         outcome: str,
-        error_type: str | None = None,
-        code: str | int | None = None,
         body: bytes | None = None,
         retry_after: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.outcome = outcome
-        self.error_type = error_type or _type_of(status)
-        self.code = status if code is None else code
         self.retry_after = retry_after
         self._body = body
 
@@ -41,15 +37,15 @@ class RouterError(Exception):
         """The JSON body: the engine's own where it was OpenAI-style already."""
         if self._body is not None:
             return self._body
-        return error_body(str(self), self.error_type, self.code)
+        return error_body(self.status, str(self))
 
     def event(self) -> bytes:
         """The same as one SSE event, for a stream that has begun."""
         return b"data: " + self.body() + b"\n\n"
 
 
-def error_body(message: str, error_type: str, code: str | int) -> bytes:
-    error = {"message": message, "type": error_type, "code": code, "param": None}
+def error_body(status: int, message: str) -> bytes:
+    error = {"message": message, "type": _type_of(status), "code": status, "param": None}
     return msgspec.json.encode({"error": error})
 
 

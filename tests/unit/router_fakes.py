@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from aiohttp import web
 
 from neuron_push.router.app import create_app
 from neuron_push.router.options import check_options
+from neuron_push.router.server import listen
 
 Script = Callable[[web.Request, "Call"], Awaitable[web.StreamResponse]]
 
@@ -236,7 +236,7 @@ async def stack(
             [engine.url for engine in engines[prefill:]],
             **options,
         )
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         config = uvicorn.Config(
             create_app(checked, side),
             lifespan="on",

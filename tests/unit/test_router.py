@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 
 import pytest
 from aiohttp import web
@@ -480,3 +481,12 @@ async def test_a_body_declared_too_large_is_not_waited_for():
         url = s.url + "/v1/completions"
         async with s.client.post(url, data=body, expect100=True) as response:
             assert response.status == 413
+
+
+async def test_no_response_waits_for_a_delayed_acknowledgement():
+    async with stack() as s:
+        started_at = time.monotonic()
+        for _ in range(20):
+            async with s.post() as response:
+                await response.read()
+        assert (time.monotonic() - started_at) / 20 < 0.03  # 0.045 with Nagle's algorithm

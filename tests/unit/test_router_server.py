@@ -13,6 +13,9 @@ import pytest_asyncio
 from aiohttp import web
 from router_fakes import Call, FakeEngine, answer, never, open_stream, streams
 
+from neuron_push.router.options import OptionError
+from neuron_push.router.server import listen
+
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 _CODE = """
@@ -112,3 +115,10 @@ async def test_the_drain_is_bounded(engines):
         call = await decode.call()
         await asyncio.wait_for(call.ended.wait(), 1)
         assert call.hung_up
+
+
+async def test_an_address_that_is_taken_is_named():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OptionError, match=rf"--port: '127.0.0.1:{port}'"):
+            listen("127.0.0.1", port)
