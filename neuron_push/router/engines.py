@@ -88,7 +88,7 @@ class PrefillEngine(Engine):
     async def identity(self) -> EngineIdentity:
         """Who it is now. Raises RouterError (502, 504) when it does not tell."""
         try:
-            return self._checked(await self._cache.get())
+            return await self._cache.get()
         except TimeoutError as err:
             self.failed(f"side channel {self.side}: time-out")
             raise RouterError(
@@ -97,7 +97,7 @@ class PrefillEngine(Engine):
         except Exception as err:  # whatever the injected question raises, this engine is unusable
             self.failed(f"side channel {self.side}: {err}")
             raise RouterError(
-                502, f"the prefill engine does not tell who it is: {err}", outcome="unreachable"
+                502, f"the prefill engine cannot be used: {err}", outcome="unreachable"
             ) from err
 
     def suspect(self) -> None:
@@ -110,7 +110,7 @@ class PrefillEngine(Engine):
         before = self._cache.latest
         if self._cache.fresh() is None or self._cache.age_s() > IDENTITY_TTL_S / 2:
             await self._cache.refresh()
-        now = self._checked(await self._cache.get())
+        now = await self._cache.get()
         if before is None or before.incarnation != now.incarnation:
             _log.info(
                 "prefill engine %s is engine_id=%s incarnation=%s tp=%d pp=%d model=%s",
@@ -128,11 +128,6 @@ class PrefillEngine(Engine):
             "side": self.side,
             **{name: getattr(known, name, None) for name in names},
         }
-
-    def _checked(self, identity: EngineIdentity) -> EngineIdentity:
-        if "consumer" in identity.role:
-            raise ValueError(f"{self.url} is a decode engine (role {identity.role})")
-        return identity
 
 
 class DecodeEngine(Engine):

@@ -28,12 +28,18 @@ class EngineIdentity(Protocol):
     def model(self) -> str: ...
     @property
     def role(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
 
 
 class AskIdentity(Protocol):
     """Asks the side channel at host:port; raises with a sentence when it cannot."""
 
     async def __call__(self, host: str, port: int, timeout_s: float) -> EngineIdentity: ...
+
+
+class NotUsableError(Exception):
+    """The side channel answered, but no request can be prefilled there (now)."""
 
 
 class IdentityCache:
@@ -65,7 +71,7 @@ class IdentityCache:
         self._expired_at = time.monotonic()
 
     async def get(self) -> EngineIdentity:
-        """The identity, asked for if need be. Raises what `ask` raises."""
+        """The identity, asked for if need be. Raises what `ask` raises, or NotUsableError."""
         return self.fresh() or await self.refresh()
 
     async def refresh(self) -> EngineIdentity:
@@ -85,5 +91,9 @@ class IdentityCache:
         asked_at = time.monotonic()
         async with asyncio.timeout(self._timeout_s + 1.0):
             identity = await self._ask(self._host, self._port, self._timeout_s)
+        if "consumer" in identity.role:
+            raise NotUsableError(f"{identity.engine_id} is a decode engine ({identity.role})")
+        if not identity.ready:
+            raise NotUsableError(f"{identity.engine_id} is still starting")
         self.latest, self._asked_at = identity, asked_at
         return identity

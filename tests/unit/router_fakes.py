@@ -30,6 +30,7 @@ class Identity:
     pp_size: int = 2
     model: str = "tiny"
     role: str = "producer"
+    ready: bool = True
 
 
 @dataclass

@@ -9,7 +9,8 @@ import time
 
 import pytest
 from aiohttp import web
-from router_fakes import (
+
+from tests.unit.router_fakes import (
     Call,
     Identity,
     answer,
@@ -467,12 +468,22 @@ async def test_model_check_refuses_a_pair_of_different_models():
             assert "'other'" in (await response.json())["error"]["message"]
 
 
-async def test_a_decode_engine_given_as_prefill_is_refused():
+@pytest.mark.parametrize(
+    ("identity", "says"),
+    [
+        (Identity(role="kv_consumer"), "is a decode engine"),
+        (Identity(ready=False), "still starting"),
+    ],
+)
+async def test_an_engine_that_cannot_prefill_is_not_used(identity: Identity, says: str):
     async with stack(well=False) as s:
-        s.side.identity = Identity(role="kv_consumer")
+        s.side.identity = identity
         async with s.post() as response:
             assert response.status == 502
-            assert "decode engine" in (await response.json())["error"]["message"]
+            assert says in (await response.json())["error"]["message"]
+        s.side.identity = Identity()
+        async with s.post() as response:
+            assert response.status == 200
 
 
 async def test_a_body_declared_too_large_is_not_waited_for():

@@ -6,10 +6,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from router_fakes import Identity
 
 from neuron_push.router import identity
 from neuron_push.router.identity import IdentityCache
+from tests.unit.router_fakes import Identity
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(10)]
 

@@ -10,11 +10,14 @@ import sys
 import aiohttp
 import pytest
 import pytest_asyncio
+import zmq
+import zmq.asyncio
 from aiohttp import web
-from router_fakes import Call, FakeEngine, answer, never, open_stream, streams
 
+from neuron_push.core.messages import IAm, Identity, encode_side
 from neuron_push.router.options import OptionError
 from neuron_push.router.server import listen
+from tests.unit.router_fakes import Call, FakeEngine, answer, never, open_stream, streams
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
@@ -26,7 +29,7 @@ from neuron_push.router.server import run_router
 
 async def ask(host, port, timeout_s):
     return SimpleNamespace(engine_id="e", incarnation="i", host="h", port=1, tp_size=1,
-                           pp_size=1, model="m", role="producer")
+                           pp_size=1, model="m", role="producer", ready=True)
 
 logging.basicConfig(level=logging.INFO)
 run_router(check_options([sys.argv[1]], [sys.argv[2]], port=0, drain_s=sys.argv[3]), ask)
@@ -34,13 +37,15 @@ run_router(check_options([sys.argv[1]], [sys.argv[2]], port=0, drain_s=sys.argv[
 
 
 class RouterProcess:
-    def __init__(self, prefill: FakeEngine, decode: FakeEngine, drain_s: str) -> None:
-        self._args = (prefill.url, decode.url, drain_s)
+    """A router in a process of its own, once it listens."""
+
+    def __init__(self, *args: str) -> None:
+        self._args = args
         self.url = ""
 
     async def __aenter__(self) -> RouterProcess:
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _CODE, *self._args), stderr=asyncio.subprocess.PIPE
+            *(sys.executable, *self._args), stderr=asyncio.subprocess.PIPE
         )
         assert self.process.stderr is not None
         while not self.url:
@@ -87,7 +92,7 @@ async def test_sigterm_lets_a_stream_end(engines):
 
     decode.script = script
     async with (
-        RouterProcess(prefill, decode, "20") as router,
+        RouterProcess("-c", _CODE, prefill.url, decode.url, "20") as router,
         aiohttp.ClientSession() as client,
         client.post(router.url + "/v1/completions", json={"stream": True}) as response,
     ):
@@ -105,7 +110,7 @@ async def test_the_drain_is_bounded(engines):
     prefill, decode = engines
     decode.script = streams(b"data: one\n\n", then=never)
     async with (
-        RouterProcess(prefill, decode, "1") as router,
+        RouterProcess("-c", _CODE, prefill.url, decode.url, "1") as router,
         aiohttp.ClientSession() as client,
         client.post(router.url + "/v1/completions", json={"stream": True}) as response,
     ):
@@ -122,3 +127,34 @@ async def test_an_address_that_is_taken_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=rf"--port: '127.0.0.1:{port}'"):
             listen("127.0.0.1", port)
+
+
+async def test_the_command_asks_a_side_channel_and_serves(engines):
+    prefill, decode = engines
+    side = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    port = side.bind_to_random_port("tcp://127.0.0.1")
+    identity = Identity("engine-7", "one", "10.1.2.3", 5600, 2, 1, "tiny", "producer")
+
+    async def answer_all() -> None:
+        while True:
+            peer, *_ = await side.recv_multipart()
+            await side.send_multipart([peer, encode_side(IAm(identity))])
+
+    answering = asyncio.create_task(answer_all())
+    args = ("--prefill", f"{prefill.url},side=127.0.0.1:{port}", "--decode", decode.url)
+    try:
+        async with (
+            RouterProcess("-m", "neuron_push.cli", "router", *args, "--port", "0") as router,
+            aiohttp.ClientSession() as client,
+            client.post(router.url + "/v1/completions", json={"prompt": "x"}) as response,
+        ):
+            assert response.status == 200
+            params = (await decode.call()).body["kv_transfer_params"]
+            assert params["remote_engine_id"] == "engine-7"
+            assert params["remote_host"] == "10.1.2.3"
+            router.process.send_signal(signal.SIGTERM)
+            await response.read()
+            assert await asyncio.wait_for(router.process.wait(), 8) == 0
+    finally:
+        answering.cancel()
+        side.close(0)
