@@ -553,6 +553,27 @@ def test_patience_over_without_a_prefill() -> None:
     assert p.is_over
 
 
+def test_a_prefill_that_comes_after_patience_is_over_gets_its_blocks_back() -> None:
+    p = Producer()
+    p.register(wants(), at=0.0)
+    p.tick(PATIENCE_S)
+    assert p.begin() == []
+    assert not p.is_over  # the engine still owes us its end
+    assert p.progress(10) == []
+    assert p.finish() == ["sent"]
+    assert p.finish() == []
+    assert p.is_over
+
+
+def test_an_abort_that_comes_after_patience_is_over_gets_its_blocks_back() -> None:
+    p = Producer()
+    p.register(wants(), at=0.0)
+    p.tick(PATIENCE_S)
+    p.begin()
+    assert p.fail(held=True) == ["sent"]
+    assert p.fail(held=True) == []
+
+
 def test_patience_renewed_by_heartbeat() -> None:
     p = Producer()
     p.register(wants(), at=0.0)
