@@ -71,7 +71,9 @@ class ProducerSession:
         self._deadline_s = math.inf
         self._expected_legs: int | None = None
         self._next_write_id = 0
+        self._computing = False
         self._held = False
+        self._sent = False
         self._reason = Reason.UNKNOWN_TRANSFER
         self._detail = ""
 
@@ -88,8 +90,12 @@ class ProducerSession:
 
     @property
     def is_over(self) -> bool:
-        """Released, and no leg is left that could cause a message of its own accord."""
-        return self.local is Local.RELEASED and all(leg.closed for leg in self.legs.values())
+        """Released, the engine owes no on_finish or on_fail, and no leg is open."""
+        return (
+            self.local is Local.RELEASED
+            and not self._computing
+            and all(leg.closed for leg in self.legs.values())
+        )
 
     def open_peers(self) -> list[str]:
         return [leg.peer for leg in self.legs.values() if not leg.closed]
@@ -98,8 +104,9 @@ class ProducerSession:
 
     def on_begin(self, prompt: Prompt, now_s: float) -> list[Action]:
         """The engine has scheduled the prefill (again, after a preemption)."""
+        self.suspended = False
+        self._computing = True
         if self.local is not Local.ABSENT:
-            self.suspended = False
             return []
         self.local = Local.COMPUTING
         self._prompt = prompt
@@ -121,19 +128,22 @@ class ProducerSession:
 
     def on_finish(self, now_s: float) -> list[Action]:
         """The engine has finished the request and holds its blocks until we report SENT."""
-        if self.local is not Local.COMPUTING:
+        if not self._computing:
             return []
-        self.local = Local.HELD
+        self._computing = False
         self._held = True
-        self._deadline_s = now_s + self._lease_s
+        if self.local is Local.COMPUTING:
+            self.local = Local.HELD
+            self._deadline_s = now_s + self._lease_s
         return self._settle()
 
     def on_fail(self, reason: Reason, detail: str, *, held: bool, now_s: float) -> list[Action]:
         """The engine's request failed. ``held``: its blocks wait for our SENT report."""
-        if self.local is Local.RELEASED:
-            return []
-        self.local = Local.GONE
+        self._computing = False
         self._held = self._held or held
+        if self.local is Local.RELEASED:
+            return self._settle()
+        self.local = Local.GONE
         self._reason, self._detail = reason, detail
         self._deadline_s = now_s + self._patience_s
         actions: list[Action] = []
@@ -318,10 +328,11 @@ class ProducerSession:
             leg.closed for leg in self.legs.values()
         )
         if self.local is Local.GONE or (self.local is Local.HELD and served):
-            if self._held:
-                actions.append(Report(Outcome.SENT))
             if self.local is Local.HELD:
                 self._reason, self._detail = Reason.LEASE_OVER, "the blocks were given back"
             self.local = Local.RELEASED
             self._deadline_s = math.inf
+        if self.local is Local.RELEASED and self._held and not self._sent:
+            self._sent = True
+            actions.append(Report(Outcome.SENT))
         return actions
