@@ -79,8 +79,7 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
                 hint = f"did you mean {close[0]!r}?" if close else f"known: {sorted(names)}"
                 raise ConfigError(
-                    f"kv_connector_extra_config: unknown option {name!r} "
-                    f"(value {value!r}); {hint}"
+                    f"kv_connector_extra_config: unknown option {name!r} (value {value!r}); {hint}"
                 )
         _from_environment(options, environment)
         checked: dict[str, Any] = {}

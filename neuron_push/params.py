@@ -49,7 +49,9 @@ def parse_params(
     if params is None:
         return None
     if not isinstance(params, Mapping):
-        return BadParams(f"kv_transfer_params is a {type(params).__name__}, expected an object", False)
+        return BadParams(
+            f"kv_transfer_params is a {type(params).__name__}, expected an object", False
+        )
     consume, produce = params.get("do_remote_prefill"), params.get("do_remote_decode")
     is_consumer = consume is True
     for name, value in (("do_remote_prefill", consume), ("do_remote_decode", produce)):
@@ -58,9 +60,7 @@ def parse_params(
     if not consume and not produce:
         return None
     if consume and produce:
-        return BadParams(
-            "kv_transfer_params has both do_remote_prefill and do_remote_decode", True
-        )
+        return BadParams("kv_transfer_params has both do_remote_prefill and do_remote_decode", True)
     name, transfer_id = _transfer_id(params, request_id)
     if not isinstance(transfer_id, str) or not _ID.fullmatch(transfer_id):
         return BadParams(

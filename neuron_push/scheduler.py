@@ -185,9 +185,7 @@ class PushScheduler:
         if succeeded:
             if not self._progressive:
                 blocks = tuple(tuple(ids) for ids in block_ids)
-                self._commands.append(
-                    Progress(request_id, blocks, True, prefill.prompt.num_tokens)
-                )
+                self._commands.append(Progress(request_id, blocks, True, prefill.prompt.num_tokens))
             self._commands.append(FinishProducer(request_id))
             return True, True
         status = getattr(request.status, "name", str(request.status)).lower()

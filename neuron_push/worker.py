@@ -56,7 +56,7 @@ class PushWorker:
         self._handled_preemptions: StepPlan | None = None
         self._loads: dict[str, tuple[int, ...]] = {}  # request id -> blocks of its only group
         self._aborted: set[str] = set()
-        self._unfinished: StepResults = StepResults()
+        self._silent: set[str] = set()  # asked for nothing: vLLM waits for no report
         self.transfer = TransferThread(setup)
         self.transfer.start()
 
@@ -68,8 +68,10 @@ class PushWorker:
         self._plan = plan
         for command in plan.before:
             if isinstance(command, OpenConsumer):
-                blocks = command.blocks[0] if len(command.blocks) == 1 else ()
-                self._loads[command.request_id] = blocks
+                if command.first_token == command.end_token:
+                    self._silent.add(command.request_id)
+                elif len(command.blocks) == 1:
+                    self._loads[command.request_id] = command.blocks[0]
             elif isinstance(command, AbortConsumer):
                 self._aborted.add(command.request_id)
         self.transfer.submit(plan.before)
@@ -118,6 +120,10 @@ class PushWorker:
         if result.outcome is Outcome.SENT:
             step.sent.add(request_id)
             return
+        if request_id in self._silent:
+            if result.outcome is not Outcome.FAILED:
+                self._silent.discard(request_id)
+            return
         if result.outcome is Outcome.FAILED:
             if self._early_failures:
                 step.failed.add(request_id)
@@ -125,8 +131,6 @@ class PushWorker:
         blocks = self._loads.pop(request_id, None)
         was_aborted = request_id in self._aborted
         self._aborted.discard(request_id)
-        if result.num_wanted == 0:
-            return  # a full prefix hit: vLLM waits for nothing
         step.received.add(request_id)
         if result.outcome is Outcome.RELEASED and not self._early_failures and not was_aborted:
             step.invalid_blocks.update(blocks or ())

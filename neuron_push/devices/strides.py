@@ -6,9 +6,7 @@ from neuron_push.core.layout import Region
 from neuron_push.devices.base import CacheFacts, DeviceError, TensorLike
 
 
-def attention_regions(
-    tensor: TensorLike, facts: CacheFacts, device_id: int
-) -> tuple[Region, ...]:
+def attention_regions(tensor: TensorLike, facts: CacheFacts, device_id: int) -> tuple[Region, ...]:
     """Regions of one layer's KV tensor, from its strides and vLLM's spec, never from a guess.
 
     Understood, with B blocks, H heads, N tokens, K and V bytes of one head of one token:
@@ -77,9 +75,7 @@ def attention_regions(
     return (_opaque(tensor, facts, shape, strides, item, region),)
 
 
-def _heads_and_tokens(
-    sizes: tuple[int, ...], heads: int, tokens: int
-) -> tuple[int, int] | None:
+def _heads_and_tokens(sizes: tuple[int, ...], heads: int, tokens: int) -> tuple[int, int] | None:
     """(position of heads, position of tokens); heads first where both numbers are equal."""
     if sizes == (heads, tokens):
         return 0, 1

@@ -27,7 +27,7 @@ from neuron_push.core.commands import (
 )
 from neuron_push.core.layout import Allocation, KvLayout, Region
 from neuron_push.core.link import link_path
-from neuron_push.core.messages import EngineCard, Identity, ModelCard, RankCard, WIRE_VERSION
+from neuron_push.core.messages import WIRE_VERSION, EngineCard, Identity, ModelCard, RankCard
 from neuron_push.core.session import Outcome, Prompt
 from neuron_push.core.shop import Limits
 from neuron_push.core.sidechannel import SideChannel
