@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -100,8 +101,7 @@ def test_mismatch_of_packed_blocks() -> None:
     ],
 )
 def test_same_shape_is_stricter(dst: KvLayout, says: str) -> None:
-    assert says.split(" .* ")[0] in str(same_shape(BASE, dst))
-    assert says.split(" .* ")[-1] in str(same_shape(BASE, dst))
+    assert re.search(says, str(same_shape(BASE, dst)))
 
 
 @pytest.mark.parametrize("style", ["cpu", "packed_nhd", "padded", "token_outer"])
