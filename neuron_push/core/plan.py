@@ -208,8 +208,8 @@ class PairPlan:
         the last block in one piece; the start is exact. Destination entries that are the null block
         are skipped. No destination byte is written twice. The order of the copies means nothing.
 
-        A transfer in several calls must end all but the last on such a whole block: else the rounded
-        tail of one call and the real tokens of the next go to the same bytes, in any order.
+        A transfer in several calls must end all but the last on such a whole block: else the
+        rounded tail of one call and the tokens of the next go to the same bytes, in any order.
 
         Raises PlanError: an id out of range, a null block on the source only, a destination block
         listed twice, a table too short, a base that is no multiple of the block size.
