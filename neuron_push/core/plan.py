@@ -116,6 +116,9 @@ class _Tables:
                 f"{(span.first_unit + span.num_units - 1) * cell.unit_tokens + span.token_end - 1} "
                 "are to be moved; pass all blocks of the request."
             )
+        if ratio == 1:
+            block = table[first : first + span.num_units]
+            return Units(block, np.zeros(block.size, dtype=np.int64))
         entry, offset = np.divmod(np.arange(first, first + span.num_units, dtype=np.int64), ratio)
         return Units(table[entry], offset)
 
@@ -204,6 +207,9 @@ class PairPlan:
         The end is rounded out to a whole block of the smaller of the two block sizes, which keeps
         the last block in one piece; the start is exact. Destination entries that are the null block
         are skipped. No destination byte is written twice. The order of the copies means nothing.
+
+        A transfer in several calls must end all but the last on such a whole block: else the
+        rounded tail of one call and the tokens of the next go to the same bytes, in any order.
 
         Raises PlanError: an id out of range, a null block on the source only, a destination block
         listed twice, a table too short, a base that is no multiple of the block size.

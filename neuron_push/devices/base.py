@@ -71,7 +71,7 @@ class DeviceBackend(Protocol):
         """Where the layer's keys and values lie. Raises DeviceError."""
 
     def allocation(self, tensor: TensorLike) -> Allocation:
-        """The whole allocation behind a tensor: what is registered with NIXL. Raises DeviceError."""
+        """The whole allocation behind a tensor, to register with NIXL. Raises DeviceError."""
 
     def marker(self) -> Marker:
         """A mark behind everything submitted to the device so far."""

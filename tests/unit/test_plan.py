@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kv_geometry import APART, FUSED, Group, Memory, entry_address, make_layout
 
-from neuron_push.core.layout import KvLayout, Region
+from neuron_push.core.layout import INT64_MAX, Allocation, KvLayout, Region
 from neuron_push.core.plan import PairPlan, PlanError, Share, pair_ranks, same_shape
 
 Table = npt.NDArray[np.int64]
@@ -274,6 +274,31 @@ def test_unequal_block_sizes_merge_where_tokens_are_outermost() -> None:
     plan = two(Group(LAYERS, "kv_outer_hnd", 32, 99), Group(LAYERS, "kv_outer_hnd", 16, 99))
     copies = plan.copies([np.arange(1, 11)], [np.arange(5, 25)], 0, 320)
     assert copies.num_copies == 8 * 20 * 2  # half a head's tokens at a time
+
+
+def odd_layout(*rows: tuple[int, int, int]) -> KvLayout:
+    """Layers of 8-byte single-token blocks at (base, block stride, token stride), 4 blocks each."""
+    regions = tuple(
+        Region(f"l{n}", "kv", 0, base, 4, stride, 1, 1, 0, token_stride, INT64_MAX, 8, 0)
+        for n, (base, stride, token_stride) in enumerate(rows)
+    )
+    layout = KvLayout(0, 0, 1, "uint8", "DRAM", (Allocation(1000, 1000, 0),), regions)
+    layout.validate()
+    return layout
+
+
+def test_strides_over_a_single_token_do_not_matter() -> None:
+    layout = odd_layout((1000, 16, 0), (1008, 16, INT64_MAX))
+    copies = PairPlan(layout, layout).copies([[1, 2, 3]], [[1, 2, 3]], 0, 3)
+    assert [column.tolist() for column in copies] == [[1016], [1016], [48]]
+
+
+def test_regions_that_adjoin_in_one_block_only_do_not_merge() -> None:
+    layout = odd_layout((1000, 16, 1), (1008, 32, 1))
+    copies = PairPlan(layout, layout).copies([[1]], [[2]], 0, 1)
+    assert sorted(copies.src_addr.tolist()) == [1016, 1040]
+    assert sorted(copies.dst_addr.tolist()) == [1032, 1072]
+    assert copies.num_bytes.tolist() == [8, 8]
 
 
 def test_digest_ranges_stay_at_block_granularity() -> None:
