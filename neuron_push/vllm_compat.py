@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from neuron_push.core.layout import KvLayout
+from neuron_push.core.layout import Allocation, KvLayout, Region
 from neuron_push.core.messages import ModelCard
 from neuron_push.devices.base import CacheFacts, DeviceBackend, find_backend
 from neuron_push.scheduler import GroupFacts
@@ -136,7 +136,8 @@ def make_layout(
             "moves attention KV only"
         )
     device = find_backend(first.device.type, wanted_device)
-    regions, allocations = [], {}
+    regions: list[Region] = []
+    allocations: dict[int, Allocation] = {}
     for group_index, group in enumerate(cache.kv_cache_groups):
         for layer in group.layer_names:
             tensor = tensors.get(layer)
