@@ -59,6 +59,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.adopt_logging()
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # vLLM makes no connector without it
         self._config = PushConfig.load(transfer.kv_connector_extra_config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,15 @@ TransferResults: type | None = getattr(_base, "KVConnectorTransferResults", None
 
 class UnsupportedError(ValueError):
     """This engine's configuration cannot be served. The text says what, and what would do."""
+
+
+def adopt_logging() -> None:
+    """Our log lines go where vLLM's go, in its format and at its level."""
+    ours, theirs = logging.getLogger("neuron_push"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 def vllm_version() -> str:
