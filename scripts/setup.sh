@@ -62,7 +62,7 @@ logged() {
         sleep 0.2
         if ((SECONDS - began >= 20)); then
             began=$SECONDS
-            say "  ... $(tail -n 1 "$log" | cut -c 1-100)"
+            say "  ... $(grep -v '^WARNING' "$log" | tail -n 1 | cut -c 1-100)"
         fi
     done
     if ! wait "$pid"; then
