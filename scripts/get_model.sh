@@ -13,6 +13,8 @@ Usage: scripts/get_model.sh [DIR]
 
 Environment: PYTHON  an interpreter with the extra `cpu` (default: the repository's
                      .venv/bin/python)
+The file holds 4-bit weights of a small model: its answers are rough, and where two words are nearly
+as likely, greedy answers differ between bfloat16 and float32, and between engines.
 To convert again, remove DIR.
 EOF
 }
