@@ -105,6 +105,7 @@ ensure() {
     recipe=$({ printf '%s\n' "${wheels[@]}" "${needed[@]}"; cat "$here/stub_libcuda.c"; } | sha256sum | cut -d ' ' -f 1)
     [[ $(uname -sm) == "Linux x86_64" ]] || die "this is $(uname -sm): the libfabric that is gathered here runs on Linux x86_64 only"
     mkdir -p "$(dirname "$dir")"
+    [[ -w $(dirname "$dir") ]] || die "$(dirname "$dir") is not writable for you: set LIBFABRIC_DIR to a folder of yours"
     [[ -e $dir/recipe || ! -e $dir ]] || die "$dir exists and was not made by this script: move it away, or set LIBFABRIC_DIR to another folder"
     exec 8>"$(dirname "$dir")/.libfabric.lock"
     flock -w 300 8 || die "another run has held $(dirname "$dir")/.libfabric.lock for 300 s: wait for it, or end it"
@@ -123,7 +124,6 @@ exports() {
 
 check() {
     local work result=0 pids=() pid
-    ((EUID == 0)) || die "check makes network namespaces, which needs root: run it with sudo, or as root"
     "$python" -c 'import nixl' || die "$python has no working nixl (above is why): run scripts/setup.sh first, or name another interpreter in PYTHON"
     eval "$(exports)"
     export FI_TCP_IFACE=eth0 LAB=lf$(($$ % 1000000)) LAB_HOSTS="p d"
@@ -146,6 +146,10 @@ case ${1:-build} in
     -h | --help | help) usage ;;
     build) ensure; printf '%s\n' "$dir" ;;
     env) ensure; exports ;;
-    check) ensure; check ;;
+    check)
+        ((EUID == 0)) || die "check makes network namespaces, which needs root: run it with sudo, or as root"
+        ensure
+        check
+        ;;
     *) die "unknown command '$1': see scripts/libfabric_cpu.sh --help" ;;
 esac
