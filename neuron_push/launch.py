@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +99,8 @@ class Engine:
                 **self.extra,
             }
             return config
-        config["kv_connector"] = "NixlPushConnector" if self.mode == "vllm-push" else "NixlConnector"
+        theirs = {"vllm-push": "NixlPushConnector", "vllm-pull": "NixlConnector"}
+        config["kv_connector"] = theirs[self.mode]
         config["kv_buffer_device"] = "cpu"
         config["kv_connector_extra_config"] = {"backends": [self.backend], **self.extra}
         return config
@@ -122,9 +122,7 @@ class Engine:
 class Server:
     """A started process with its own session, so that ending it ends its children too."""
 
-    def __init__(
-        self, name: str, argv: Sequence[str], env: dict[str, str], log: Path
-    ) -> None:
+    def __init__(self, name: str, argv: Sequence[str], env: dict[str, str], log: Path) -> None:
         self.name = name
         self.log = log
         self._file: IO[bytes] = log.open("wb")
@@ -146,7 +144,10 @@ class Server:
         return self._process.poll() is None
 
     def wait_ready(
-        self, url: str, timeout_s: float = START_TIMEOUT_S, tick: Callable[[float], None] | None = None
+        self,
+        url: str,
+        timeout_s: float = START_TIMEOUT_S,
+        tick: Callable[[float], None] | None = None,
     ) -> None:
         """Until ``url`` answers 200. Raises LaunchError, early if the process ends."""
         started_s = time.monotonic()
@@ -155,10 +156,8 @@ class Server:
                 raise LaunchError(
                     f"{self.name} ended with code {self._process.returncode}:\n{self.tail()}"
                 )
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                with urllib.request.urlopen(url, timeout=2) as answer:
-                    if answer.status == 200:
-                        return
+            if _answers(url):
+                return
             waited_s = time.monotonic() - started_s
             if waited_s > timeout_s:
                 raise LaunchError(f"{self.name} not ready after {timeout_s:g} s:\n{self.tail()}")
@@ -186,6 +185,14 @@ class Server:
         self.signal(signal.SIGKILL)
         self._process.wait()
         self._file.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def free_ports(count: int) -> list[int]:
@@ -233,7 +240,7 @@ def serving(
     tick: Callable[[float], None] | None = None,
     more: Sequence[Engine] = (),
 ) -> Iterator[Pair]:
-    """Start both (and ``more`` engines beside them) and a router; end all of them on the way out."""
+    """Start both (and ``more`` engines) and a router; end all of them on the way out."""
     log_dir.mkdir(parents=True, exist_ok=True)
     servers: dict[str, Server] = {}
     try:
