@@ -116,12 +116,9 @@ say "upgrading pip"
 logged "$py" -m pip install --upgrade pip
 say "installing neuron-push${extras:+[$extras]} editable (a first install with cpu takes minutes)"
 logged "$py" -m pip install --editable "$root${extras:+[$extras]}"
-<<<<<<< HEAD
-=======
 if unknown=$(grep -o "does not provide the extra '[^']*'" "$log"); then
     die "pyproject.toml has no such extra: pip says neuron-push ${unknown%%$'\n'*}; correct --extras"
 fi
->>>>>>> scripts
 drop_broken
 
 say "checking"
