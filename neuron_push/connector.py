@@ -108,7 +108,9 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         def dial(target: Target) -> None:
             side.dial(target.host, target.port, target.engine_id)
 
-        self._scheduler = PushScheduler(compat.group_facts(self._kv_cache_config), dial)
+        self._scheduler = PushScheduler(
+            compat.group_facts(self._kv_cache_config), dial, is_producer=kv_role != "kv_consumer"
+        )
         for address in self._config.warm_peers:
             host, _, port = address.rpartition(":")
             side.dial(host, int(port), "", keep_trying=True)

@@ -154,9 +154,7 @@ def lab(stack: ExitStack, console: Console) -> tuple[Host, Host]:
     env = {"LAB": name, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
     def call(*args: str) -> str:
-        done = subprocess.run(
-            [script, *args], env=env, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([script, *args], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise LaunchError(f"lab.sh {' '.join(args)}: {done.stderr.strip()}")
         return done.stdout.strip()
