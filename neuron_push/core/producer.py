@@ -113,7 +113,12 @@ class ProducerSession:
         return actions + self._advance()
 
     def on_progress(self, final_tokens: int, now_s: float) -> list[Action]:
-        """KV of tokens ``[0, final_tokens)`` is in memory and will not change again."""
+        """KV of tokens ``[0, final_tokens)`` is in memory and will not change again.
+
+        Ignored while suspended: a marker from before the preemption speaks of freed blocks.
+        """
+        if self.suspended:
+            return []
         self.final_tokens = final_tokens
         return self._advance()
 

@@ -508,6 +508,15 @@ def test_a_registration_while_preempted_waits_for_the_resumption() -> None:
     assert p.progress(4) == ["write d0 0:4"]
 
 
+def test_progress_from_before_the_preemption_is_not_believed_after_it() -> None:
+    p = computing(final=4)
+    p.on_suspend()
+    assert p.progress(8) == []  # the completion marker of a step that ran before
+    assert p.begin() == []
+    assert p.register(wants()) == []
+    assert p.progress(4) == ["write d0 0:4"]
+
+
 # ------------------------------------------------------------ producer: time
 
 
