@@ -166,7 +166,7 @@ class ProducerSession:
         leg = self.legs.get(peer)
         if leg is not None:
             self._register_again(leg, message, actions)
-            return actions
+            return actions + self._settle()
         leg = ProducerLeg(peer, message.nonce, message, unit_tokens)
         leg.sent_tokens = message.first_token
         if self._expected_legs is None:
@@ -263,8 +263,13 @@ class ProducerSession:
                 actions.append(Send(leg.peer, Nack(leg.nonce, reason, leg.detail)))
                 actions.append(Send(leg.peer, CancelAck(leg.nonce)))
             return
-        reason = Reason.CANCELLED if leg.register is None else Reason.CONFLICT
-        detail = "this rank has registered this transfer before, differently"
+        reason, detail = Reason.CONFLICT, "this rank has registered this transfer before"
+        if leg.nonce == message.nonce and not leg.closed:
+            # Nothing may be acknowledged under this nonce before its WRITEs have ended.
+            self._fail_leg(leg, reason, f"{detail}, under this nonce, differently", actions)
+            return
+        if leg.nonce == message.nonce and leg.register is None:
+            reason, detail = Reason.CANCELLED, "its cancel came first"
         actions.append(Send(leg.peer, Nack(message.nonce, reason, detail)))
         actions.append(Send(leg.peer, CancelAck(message.nonce)))
 

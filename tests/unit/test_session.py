@@ -302,6 +302,23 @@ def test_a_second_registration_under_a_new_nonce_is_refused_and_the_first_one_ke
     assert p.progress(10) == ["write d0 4:10 last of 2"]
 
 
+def test_a_different_registration_under_the_same_nonce_is_acknowledged_after_the_writes() -> None:
+    p = computing(final=4)
+    assert p.register(wants(nonce=7)) == ["write d0 0:4"]
+    assert p.register(wants(first=2, nonce=7)) == ["nack d0 conflict"]
+    assert p.progress(10) == []
+    assert p.register(wants(first=2, nonce=7)) == []
+    assert p.written() == ["ack d0"]
+    assert p.register(wants(first=2, nonce=7)) == ["nack d0 conflict", "ack d0"]
+
+
+def test_a_cancel_is_remembered_for_its_own_nonce() -> None:
+    p = computing()
+    assert p.cancel(nonce=7) == ["ack d0"]
+    assert p.register(wants(nonce=7)) == ["nack d0 cancelled", "ack d0"]
+    assert p.register(wants(nonce=8)) == ["nack d0 conflict", "ack d0"]
+
+
 def test_a_second_engine_with_the_same_key_is_refused_and_cannot_release_blocks() -> None:
     p = computing(final=4)
     p.register(wants(nonce=7), "d0")
