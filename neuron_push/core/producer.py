@@ -31,6 +31,7 @@ class ProducerLeg:
     state: PState = PState.OPEN
     sent_tokens: int = 0
     num_segments: int = 0
+    is_lost: bool = False
     in_flight: set[int] = field(default_factory=set)
     reason: Reason | None = None
     detail: str = ""
@@ -216,9 +217,10 @@ class ProducerSession:
         leg = self.legs.get(peer)
         if leg is None:
             return []
+        leg.is_lost = True
         leg.reason = leg.reason or Reason.PEER_LOST
         leg.move(PEvent.PEER_LOST)
-        return self._settle(silent_peer=peer)
+        return self._settle()
 
     def on_write_done(self, peer: str, write_id: int) -> list[Action]:
         self.legs[peer].in_flight.discard(write_id)
@@ -319,14 +321,14 @@ class ProducerSession:
             leg.move(PEvent.LAST_POSTED)
         actions.append(Write(leg.peer, write_id, segment))
 
-    def _settle(self, silent_peer: str | None = None) -> list[Action]:
+    def _settle(self) -> list[Action]:
         """Close legs whose WRITEs have ended, and give the blocks back when all are closed."""
         actions: list[Action] = []
         for leg in self.legs.values():
             if leg.in_flight or leg.state not in (PState.CLOSING, PState.STOPPING):
                 continue
             leg.move(PEvent.DRAINED)
-            if leg.state is PState.STOPPED and leg.peer != silent_peer:
+            if leg.state is PState.STOPPED and not leg.is_lost:
                 actions.append(Send(leg.peer, CancelAck(leg.nonce)))
         if self.num_in_flight:
             return actions

@@ -120,6 +120,8 @@ class World:
     def source_does(self, source: Source, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
+                link = self.link(source.rank, action.peer)
+                assert link.is_up or source.rank in link.unaware, "a word to a peer known lost"
                 if isinstance(action.message, CancelAck):
                     nonce = action.message.nonce
                     source.acknowledged.add(nonce)
