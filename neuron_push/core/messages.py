@@ -39,7 +39,7 @@ class MessageError(ValueError):
     """Bytes that are not one of our messages. The text says what is wrong with them."""
 
 
-class Reason(str, enum.Enum):
+class Reason(enum.StrEnum):
     """Why a transfer failed; the word that appears in logs, metrics and HTTP errors."""
 
     PROMPT_MISMATCH = "prompt_mismatch"
@@ -273,7 +273,9 @@ def pair_key(secret_a: bytes, secret_b: bytes, sender: str, receiver: str) -> by
     """
     low, high = sorted((secret_a, secret_b))
     material = b"\0".join((sender.encode(), receiver.encode()))
-    return hashlib.blake2b(low + high + material, digest_size=32, person=b"neuron_push_pair").digest()
+    digest = hashlib.blake2b(digest_size=32, person=b"neuron_push_pair")
+    digest.update(low + high + material)
+    return digest.digest()
 
 
 # ------------------------------------------------------------------ cards

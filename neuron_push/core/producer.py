@@ -43,6 +43,10 @@ class ProducerLeg:
         return self.state is not before
 
     @property
+    def is_done(self) -> bool:
+        return self.state is PState.DONE
+
+    @property
     def closed(self) -> bool:
         return self.state in (PState.DONE, PState.STOPPED)
 
@@ -328,7 +332,7 @@ class ProducerSession:
             if leg.in_flight or leg.state not in (PState.CLOSING, PState.STOPPING):
                 continue
             leg.move(PEvent.DRAINED)
-            if leg.state is PState.STOPPED and not leg.is_lost:
+            if not leg.is_done and not leg.is_lost:
                 actions.append(Send(leg.peer, CancelAck(leg.nonce)))
         if self.num_in_flight:
             return actions

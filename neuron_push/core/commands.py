@@ -1,0 +1,174 @@
+"""What the engine's threads tell the transfer thread, and what it tells them.
+
+The scheduler half of the connector makes these, vLLM carries them to the workers inside the
+step's metadata, and the worker half hands them on unchanged. All are plain picklable data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from neuron_push.core.messages import Reason
+from neuron_push.core.session import Outcome, Prompt
+
+
+class Marker(Protocol):
+    """All work submitted to the device up to some moment, as the device backend sees it."""
+
+    def done(self) -> bool:
+        """True when that work is visible to the NIC. Cheap; polled by the transfer thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a consumer's producer is, as the router told it."""
+
+    host: str
+    port: int
+    engine_id: str
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+# ------------------------------------------------------------ producer
+
+
+@dataclass(frozen=True, slots=True)
+class BeginProducer:
+    """A prefill whose KV somebody will want has been scheduled for the first time."""
+
+    request_id: str
+    key: str
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One producer request in one step.
+
+    ``new_blocks[g]`` are appended to the request's table of group ``g``; with ``replace`` they
+    are the whole table (first step, or resumed after a preemption). ``final_tokens`` is what
+    is valid once the step's marker is done.
+    """
+
+    request_id: str
+    new_blocks: tuple[tuple[int, ...], ...]
+    replace: bool
+    final_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The work of one step has been submitted to the device."""
+
+    progress: tuple[Progress, ...]
+    marker: Marker
+
+
+@dataclass(frozen=True, slots=True)
+class FinishProducer:
+    """The engine has finished the request and holds its blocks until SENT is reported."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailProducer:
+    """The producer's request failed. ``held``: its blocks wait for SENT."""
+
+    request_id: str
+    key: str
+    reason: Reason
+    detail: str
+    held: bool
+
+
+# ------------------------------------------------------------ consumer
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceConsumer:
+    """A request that will want KV has arrived: meet its producer now."""
+
+    request_id: str
+    key: str
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class OpenConsumer:
+    """Blocks are allocated: register them with the producer.
+
+    Tokens ``[first_token, end_token)`` are wanted (empty: nothing, the producer may free its
+    blocks). ``blocks[g][i]`` holds tokens from ``base_token + i * tokens_per_block`` on.
+    """
+
+    request_id: str
+    key: str
+    target: Target
+    prompt: Prompt
+    first_token: int
+    end_token: int
+    base_token: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailConsumer:
+    """The request cannot be loaded, for a reason known before anything was sent."""
+
+    request_id: str
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortConsumer:
+    """The engine gave the request up; its blocks wait for RELEASED if it was opened."""
+
+    request_id: str
+
+
+Command = (
+    BeginProducer
+    | Progress
+    | StepDone
+    | FinishProducer
+    | FailProducer
+    | AnnounceConsumer
+    | OpenConsumer
+    | FailConsumer
+    | AbortConsumer
+)
+
+
+# ------------------------------------------------------------ answers
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a request on this rank. The numbers are 0 on FAILED and RELEASED."""
+
+    request_id: str
+    outcome: Outcome
+    reason: Reason | None = None
+    detail: str = ""
+    num_bytes: int = 0
+    num_segments: int = 0
+    num_descriptors: int = 0
+    duration_s: float = 0.0
+    verified: bool = False
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start, kept by the transfer thread, read by metrics."""
+
+    dropped_notifications: int = 0
+    refused_registrations: int = 0
+    failed_writes: int = 0
+    lost_peers: int = 0
+    by_reason: dict[str, int] = field(default_factory=dict)

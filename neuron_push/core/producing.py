@@ -1,0 +1,402 @@
+"""The producer half of a transfer thread: prefills under way and the WRITEs they cause."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from neuron_push.core.agent import AgentError, WriteState
+from neuron_push.core.coalesce import PlanError
+from neuron_push.core.commands import (
+    BeginProducer,
+    FailProducer,
+    FinishProducer,
+    Progress,
+    Result,
+)
+from neuron_push.core.messages import (
+    Cancel,
+    CancelAck,
+    MessageError,
+    Nack,
+    Reason,
+    Register,
+    Segment,
+    unpack_blocks,
+)
+from neuron_push.core.peers import PeerRank
+from neuron_push.core.producer import ProducerSession
+from neuron_push.core.session import Action, Local, Outcome, Report, Send, Write
+from neuron_push.core.shop import Shop, window
+
+logger = logging.getLogger(__name__)
+
+Tables = list[npt.NDArray[np.int64]]
+
+
+@dataclass
+class _Prefill:
+    """One producer request of the engine, and what was sent of it."""
+
+    request_id: str
+    key: str
+    tables: list[list[int]]
+    begun_s: float
+    num_bytes: int = 0
+    num_segments: int = 0
+    num_descriptors: int = 0
+
+
+@dataclass
+class _Flight:
+    """A posted WRITE."""
+
+    handle: object
+    peer: PeerRank
+    session: ProducerSession
+    write_id: int
+
+
+@dataclass
+class _Drain:
+    """Somebody waits until these requests have no WRITE in flight."""
+
+    sessions: list[ProducerSession]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Producing:
+    """Owner: the transfer thread."""
+
+    def __init__(self, shop: Shop) -> None:
+        self._shop = shop
+        self._sessions: dict[str, ProducerSession] = {}
+        self._prefills: dict[str, _Prefill] = {}  # by request id
+        self._by_key: dict[str, _Prefill] = {}
+        self._registered: dict[tuple[str, str], Tables] = {}  # (key, peer) -> block tables
+        self._flights: list[_Flight] = []
+        self._drains: list[_Drain] = []
+
+    @property
+    def num_flights(self) -> int:
+        return len(self._flights)
+
+    @property
+    def num_open(self) -> int:
+        """Sessions that are not tombstones."""
+        return sum(1 for session in self._sessions.values() if not session.is_over)
+
+    # ------------------------------------------------------------ the engine
+
+    def begin(self, command: BeginProducer, now_s: float) -> None:
+        if command.request_id not in self._prefills:
+            groups = self._shop.layout.num_groups
+            prefill = _Prefill(command.request_id, command.key, [[] for _ in range(groups)], now_s)
+            self._prefills[command.request_id] = prefill
+            self._by_key[command.key] = prefill
+        session = self._session(command.key)
+        self._do(session, session.on_begin(command.prompt, now_s), now_s)
+
+    def progress(self, command: Progress, now_s: float) -> None:
+        prefill = self._prefills.get(command.request_id)
+        if prefill is None:
+            return
+        if command.replace:
+            prefill.tables = [list(ids) for ids in command.new_blocks]
+        else:
+            for table, ids in zip(prefill.tables, command.new_blocks, strict=True):
+                table.extend(ids)
+        session = self._sessions[prefill.key]
+        self._do(session, session.on_progress(command.final_tokens, now_s), now_s)
+
+    def finish(self, command: FinishProducer, now_s: float) -> None:
+        prefill = self._prefills.get(command.request_id)
+        if prefill is not None:
+            session = self._sessions[prefill.key]
+            self._do(session, session.on_finish(now_s), now_s)
+
+    def fail(self, command: FailProducer, now_s: float) -> None:
+        if command.request_id not in self._prefills and command.held:
+            prefill = _Prefill(command.request_id, command.key, [], now_s)
+            self._prefills[command.request_id] = self._by_key[command.key] = prefill
+        session = self._session(command.key)
+        self._do(
+            session,
+            session.on_fail(command.reason, command.detail, held=command.held, now_s=now_s),
+            now_s,
+        )
+
+    def suspend(self, request_ids: tuple[str, ...]) -> threading.Event:
+        """Post nothing more for these; the event is set when nothing of theirs is in flight."""
+        drain = _Drain([])
+        for request_id in request_ids:
+            prefill = self._prefills.get(request_id)
+            if prefill is not None:
+                session = self._sessions[prefill.key]
+                session.on_suspend()
+                drain.sessions.append(session)
+        self._drains.append(drain)
+        self._check_drains()
+        return drain.done
+
+    # ------------------------------------------------------------ the wire
+
+    def on_register(self, peer: PeerRank, message: Register, now_s: float) -> None:
+        try:
+            tables = self._checked_tables(peer, message)
+        except MessageError as e:
+            self._shop.counters.refused_registrations += 1
+            self._shop.quiet.warning(
+                logger, f"register {peer.name}", "registration by %s refused: %s", peer.name, e
+            )
+            self._shop.send(peer.name, Nack(message.nonce, Reason.BAD_REGISTRATION, str(e)), now_s)
+            self._shop.send(peer.name, CancelAck(message.nonce), now_s)
+            return
+        session = self._session(message.key)
+        actions = session.on_register(
+            peer.name,
+            message,
+            unit_tokens=peer.unit_tokens,
+            num_consumers=peer.engine.num_consumers,
+            now_s=now_s,
+        )
+        leg = session.legs.get(peer.name)
+        if leg is not None and leg.register is message:
+            self._registered[message.key, peer.name] = tables
+        self._do(session, actions, now_s)
+
+    def on_cancel(self, peer: PeerRank, message: Cancel, now_s: float) -> None:
+        session = self._session(message.key)
+        actions = session.on_cancel(
+            peer.name, message, num_consumers=peer.engine.num_consumers, now_s=now_s
+        )
+        self._do(session, actions, now_s)
+
+    def on_renew(self, key: str, now_s: float) -> None:
+        session = self._sessions.get(key)
+        if session is not None:
+            session.on_renew(now_s)
+            self._shop.timers.set(("p", key), session.deadline_s)
+
+    def on_peer_lost(self, name: str, key: str, now_s: float) -> None:
+        session = self._sessions.get(key)
+        if session is not None:
+            self._do(session, session.on_peer_lost(name, now_s), now_s)
+
+    def on_timer(self, key: str, now_s: float) -> None:
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        if session.is_over:
+            del self._sessions[key]  # a tombstone has served its time
+            return
+        self._do(session, session.on_tick(now_s), now_s)
+
+    def poll_writes(self, now_s: float) -> bool:
+        """True if a WRITE ended. Also drives NIXL."""
+        ended = [
+            (flight, state)
+            for flight in self._flights
+            if (state := self._shop.agent.poll_write(flight.handle)) is not WriteState.BUSY
+        ]
+        if not ended:
+            return False
+        gone = {id(flight) for flight, _ in ended}
+        self._flights = [flight for flight in self._flights if id(flight) not in gone]
+        for flight, state in ended:
+            self._shop.agent.release(flight.handle)
+            flight.peer.num_writes -= 1
+            if flight.peer.is_lost and flight.peer.num_writes == 0:
+                self._shop.peers.forget(flight.peer)
+            session = flight.session
+            if state is WriteState.DONE:
+                actions = session.on_write_done(flight.peer.name, flight.write_id)
+            else:
+                self._shop.counters.failed_writes += 1
+                detail = f"WRITE to {flight.peer.name} ended in an error"
+                actions = session.on_write_failed(flight.peer.name, flight.write_id, detail)
+            self._do(session, actions, now_s)
+        return True
+
+    # ------------------------------------------------------------ inside
+
+    def _session(self, key: str) -> ProducerSession:
+        session = self._sessions.get(key)
+        if session is None:
+            limits = self._shop.limits
+            session = ProducerSession(
+                key, lease_s=limits.lease_s, patience_s=limits.request_timeout_s
+            )
+            self._sessions[key] = session
+        return session
+
+    def _do(self, session: ProducerSession, actions: list[Action], now_s: float) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                if isinstance(action.message, Nack):
+                    self._shop.count(action.message.reason)
+                    logger.warning(
+                        "transfer %s: refused to %s: %s: %s",
+                        session.key,
+                        action.peer,
+                        action.message.reason.value,
+                        action.message.detail,
+                    )
+                self._shop.send(action.peer, action.message, now_s)
+            elif isinstance(action, Write):
+                self._post(session, action, now_s)
+            else:
+                self._report(session, action, now_s)
+        for leg in session.legs.values():
+            self._shop.mark_open(leg.peer, session.key, not leg.closed, now_s)
+        deadline_s = session.deadline_s
+        if session.local is Local.RELEASED:
+            self._by_key.pop(session.key, None)
+            for leg in session.legs.values():
+                self._registered.pop((session.key, leg.peer), None)
+            if session.is_over:
+                deadline_s = now_s + self._shop.limits.request_timeout_s
+        self._shop.timers.set(("p", session.key), deadline_s)
+        if self._drains:
+            self._check_drains()
+
+    def _post(self, session: ProducerSession, action: Write, now_s: float) -> None:
+        peer = self._shop.peers.ranks.get(action.peer)
+        prefill = self._by_key.get(session.key)
+        try:
+            if peer is None or prefill is None:
+                raise AgentError(f"{action.peer} is not connected")
+            flight = self._write(session, prefill, peer, action)
+        except (AgentError, PlanError) as e:
+            self._shop.counters.failed_writes += 1
+            actions = session.on_write_failed(action.peer, action.write_id, str(e))
+            self._do(session, actions, now_s)
+            return
+        peer.last_sent_s = now_s
+        if flight is None:
+            self._do(session, session.on_write_done(action.peer, action.write_id), now_s)
+            return
+        peer.num_writes += 1
+        self._flights.append(flight)
+
+    def _write(
+        self, session: ProducerSession, prefill: _Prefill, peer: PeerRank, action: Write
+    ) -> _Flight | None:
+        """Post one segment; None when it holds no bytes and its notification is all there is."""
+        plan, layout = peer.outgoing, self._shop.layout
+        register = session.legs[peer.name].register
+        segment = action.segment
+        if plan is None or register is None:
+            raise AgentError(f"nothing was registered by {peer.name}")
+        first, end = segment.first_token, segment.end_token
+        source, source_base = window(layout, prefill.tables, 0, first, end)
+        target, target_base = window(
+            peer.layout,
+            self._registered[session.key, peer.name],  # type: ignore[arg-type]
+            register.base_token,
+            first,
+            end,
+        )
+        source_ids = [np.asarray(ids, dtype=np.int64) for ids in source]
+        target_ids = [np.asarray(ids, dtype=np.int64) for ids in target]
+        copies = plan.copies(
+            source_ids,
+            target_ids,
+            first,
+            end,
+            src_base_token=source_base,
+            dst_base_token=target_base,
+        )
+        if register.verify:
+            ranges = plan.ranges(
+                "src",
+                source_ids,
+                first,
+                end,
+                base_token=source_base,
+                peer_blocks=target_ids,
+                peer_base_token=target_base,
+            )
+            segment = Segment(
+                segment.nonce, segment.index, segment.count, first, end, self._shop.digest(ranges)
+            )
+        prefill.num_bytes += copies.total_bytes
+        prefill.num_descriptors += copies.num_copies
+        prefill.num_segments += 1
+        blob = peer.seal.seal(segment)
+        if copies.num_copies == 0:
+            self._shop.agent.notify(peer.name, blob)
+            return None
+        handle = self._shop.agent.post_write(
+            peer.name, copies, self._shop.memory, peer.memory, blob
+        )
+        return _Flight(handle, peer, session, action.write_id)
+
+    def _report(self, session: ProducerSession, action: Report, now_s: float) -> None:
+        prefill = self._by_key.get(session.key)
+        if prefill is None or action.outcome is not Outcome.SENT:
+            return
+        self._prefills.pop(prefill.request_id, None)
+        self._shop.report(
+            Result(
+                prefill.request_id,
+                Outcome.SENT,
+                num_bytes=prefill.num_bytes,
+                num_segments=prefill.num_segments,
+                num_descriptors=prefill.num_descriptors,
+                duration_s=now_s - prefill.begun_s,
+            )
+        )
+        logger.debug(
+            "transfer %s: request %s: pushed %d bytes in %d segments, %d descriptors, %.4f s",
+            session.key,
+            prefill.request_id,
+            prefill.num_bytes,
+            prefill.num_segments,
+            prefill.num_descriptors,
+            now_s - prefill.begun_s,
+        )
+
+    def _check_drains(self) -> None:
+        for drain in self._drains:
+            if not any(session.num_in_flight for session in drain.sessions):
+                drain.done.set()
+        self._drains = [drain for drain in self._drains if not drain.done.is_set()]
+
+    def _checked_tables(self, peer: PeerRank, message: Register) -> Tables:
+        """The registration's block tables, every id within the peer's own pools."""
+        wants_something = message.first_token < message.end_token
+        if not wants_something:
+            return []
+        layout = peer.layout
+        if peer.outgoing is None:
+            raise MessageError("this rank holds no KV that the registering rank could use")
+        if len(message.blocks) != layout.num_groups:
+            raise MessageError(
+                f"{len(message.blocks)} block tables, expected one for each of the "
+                f"{layout.num_groups} KV cache groups"
+            )
+        tables: Tables = []
+        for group, packed in enumerate(message.blocks):
+            ids = unpack_blocks(packed)
+            tokens, limit = layout.tokens_per_block(group), layout.num_blocks(group)
+            if message.base_token % tokens:
+                raise MessageError(
+                    f"base token {message.base_token} is no multiple of the {tokens} tokens of a "
+                    f"block of group {group}"
+                )
+            needed = -(-(message.end_token - message.base_token) // tokens)
+            if len(ids) < needed:
+                raise MessageError(
+                    f"group {group}: {len(ids)} blocks for {needed} blocks' worth of tokens"
+                )
+            if len(ids) and int(ids.max()) >= limit:
+                raise MessageError(
+                    f"group {group}: block id {int(ids.max())} is outside the pool of {limit}"
+                )
+            tables.append(ids)
+        return tables

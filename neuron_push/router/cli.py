@@ -1,0 +1,76 @@
+"""`neuron-push router`. Imports nothing heavy until the command runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from neuron_push.extras import import_extra
+from neuron_push.router.options import OptionError, check_options
+
+
+def router(
+    *,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL[,side=HOST:PORT]",
+            help="A prefill engine; repeat for more. Its side channel is the URL's host, "
+            "port 5600, unless side= says otherwise.",
+        ),
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A decode engine; repeat for more.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        str, typer.Option(metavar="N", help="Port to listen on; 0 takes any free one.")
+    ] = "8000",
+    model_check: Annotated[
+        bool,
+        typer.Option(
+            "--model-check", help="Pair a prefill engine only with decode engines of its model."
+        ),
+    ] = False,
+    max_body_mib: Annotated[
+        str, typer.Option(metavar="MIB", help="Largest request body in MiB; a larger one gets 413.")
+    ] = "32",
+    connect_timeout_s: Annotated[
+        str,
+        typer.Option(metavar="S", help="Longest wait for a connection to an engine, in seconds."),
+    ] = "5",
+    idle_timeout_s: Annotated[
+        str, typer.Option(metavar="S", help="Longest wait for the next byte of anyone, in seconds.")
+    ] = "300",
+    drain_s: Annotated[
+        str,
+        typer.Option(
+            metavar="S", help="How long running streams may last after SIGTERM, in seconds."
+        ),
+    ] = "30",
+) -> None:
+    """Serve prefill and decode engines as one OpenAI-compatible endpoint."""
+    try:
+        options = check_options(
+            prefill or [],
+            decode or [],
+            host=host,
+            port=port,
+            model_check=model_check,
+            max_body_mib=max_body_mib,
+            connect_timeout_s=connect_timeout_s,
+            idle_timeout_s=idle_timeout_s,
+            drain_s=drain_s,
+        )
+        server = import_extra("neuron_push.router.server", extra="router")
+        from neuron_push.core.sidechannel import ask_identity
+
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        )
+        server.run_router(options, ask_identity)
+    except OptionError as err:
+        typer.echo(f"error: {err}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,308 @@
+"""The engine-core half of the connector: vLLM's requests become commands for the ranks.
+
+Runs on the scheduler's only thread, where an exception ends the engine and a microsecond
+delays every request: hooks look things up, append to lists, and never raise for what a client
+wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from neuron_push.core.commands import (
+    AbortConsumer,
+    AnnounceConsumer,
+    BeginProducer,
+    Command,
+    FailConsumer,
+    FailProducer,
+    FinishProducer,
+    OpenConsumer,
+    Progress,
+    Target,
+)
+from neuron_push.core.messages import Reason
+from neuron_push.core.session import Prompt
+from neuron_push.params import BadParams, ConsumerParams, ProducerParams, parse_params
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One KV cache group. ``whole``: every token of a prompt keeps its block to the end."""
+
+    tokens_per_block: int
+    whole: bool
+
+
+@dataclass
+class StepPlan:
+    """What the ranks are told for one step.
+
+    ``before`` takes effect before the forward, ``after`` once its work is done;
+    ``preempted`` requests lose their blocks in this very step. ``is_idle``: nothing computes.
+    """
+
+    before: list[Command] = field(default_factory=list)
+    after: list[Progress] = field(default_factory=list)
+    preempted: tuple[str, ...] = ()
+    is_idle: bool = True
+
+
+@dataclass
+class _Producing:
+    key: str
+    prompt: Prompt
+    end_token: int
+    is_scheduled: bool = False
+    is_complete: bool = False
+    has_failed: bool = False
+
+
+@dataclass
+class _Consuming:
+    params: ConsumerParams | BadParams
+    prompt: Prompt
+    num_local: int = 0
+    is_opened: bool = False
+    is_loading: bool = False
+
+
+class PushScheduler:
+    """dial(target): warm the connection to a producer; returns at once."""
+
+    def __init__(self, groups: Sequence[GroupFacts], dial: Callable[[Target], None]) -> None:
+        self._groups = tuple(groups)
+        self._dial = dial
+        # Blocks of a group that forgets (sliding window) may be reused while we write from
+        # them: such models are pushed when the prefill is over and the engine holds them.
+        self._progressive = all(group.whole for group in groups)
+        self._producing: dict[str, _Producing] = {}
+        self._consuming: dict[str, _Consuming] = {}
+        self._commands: list[Command] = []
+
+    # ------------------------------------------------------------ hooks, in vLLM's order
+
+    def on_new_request(self, request: Request) -> None:
+        parsed = parse_params(request.kv_transfer_params, request.request_id)
+        if parsed is None:
+            return
+        request_id = request.request_id
+        if isinstance(parsed, ProducerParams):
+            self._new_producer(request, parsed)
+        elif isinstance(parsed, ConsumerParams):
+            self._consuming[request_id] = _Consuming(parsed, prompt_of(request))
+            self._dial(parsed.target)
+            self._commands.append(AnnounceConsumer(request_id, parsed.key, parsed.target))
+        elif parsed.is_consumer:
+            self._consuming[request_id] = _Consuming(parsed, prompt_of(request))
+        else:
+            logger.warning("request %s: ignored: %s", request_id, parsed.sentence)
+
+    def num_matched_tokens(self, request: Request, num_local: int) -> tuple[int, bool]:
+        """(tokens to load beyond ``num_local``, asynchronously). May be asked every step.
+
+        The prompt's last token is always computed here: that samples the first output token,
+        and so its KV need not travel.
+        """
+        load = self._consuming.get(request.request_id)
+        if load is None or load.is_opened:
+            return 0, False
+        load.num_local = num_local
+        missing = load.prompt.num_tokens - 1 - num_local
+        return (missing, True) if missing > 0 else (0, False)
+
+    def on_allocated(self, request: Request, block_ids: BlockIds, num_external: int) -> None:
+        """``block_ids[g]`` are all blocks of the request, local hits included."""
+        request_id = request.request_id
+        load = self._consuming.get(request_id)
+        if load is None or load.is_opened:
+            return
+        load.is_opened = True
+        if isinstance(load.params, BadParams):
+            if num_external > 0:
+                load.is_loading = True
+                sentence = load.params.sentence
+                self._commands.append(FailConsumer(request_id, Reason.BAD_PARAMS, sentence))
+            return
+        load.is_loading = num_external > 0
+        end = load.prompt.num_tokens - 1
+        first = load.num_local if num_external > 0 else end
+        tokens = max((group.tokens_per_block for group in self._groups), default=1)
+        base = first // tokens * tokens
+        blocks = tuple(
+            tuple(ids[base // group.tokens_per_block : -(-end // group.tokens_per_block)])
+            for ids, group in zip(block_ids, self._groups, strict=True)
+        )
+        self._commands.append(
+            OpenConsumer(
+                request_id,
+                load.params.key,
+                load.params.target,
+                load.prompt,
+                first,
+                end,
+                base,
+                blocks if first < end else tuple(() for _ in self._groups),
+            )
+        )
+
+    def build_plan(self, output: SchedulerOutput) -> StepPlan:
+        plan = StepPlan(is_idle=output.total_num_scheduled_tokens == 0)
+        if self._producing:
+            preempted = output.preempted_req_ids or ()
+            plan.preempted = tuple(r for r in preempted if r in self._producing)
+            self._follow_prefills(output, plan)
+        plan.before = self._commands + plan.before
+        self._commands = []
+        return plan
+
+    def on_finished(
+        self, request: Request, block_ids: BlockIds, succeeded: bool
+    ) -> tuple[bool, bool]:
+        """(hold the blocks until the ranks report SENT, it was a producer's request)."""
+        request_id = request.request_id
+        load = self._consuming.pop(request_id, None)
+        if load is not None:
+            if load.is_loading or not load.is_opened:
+                self._commands.append(AbortConsumer(request_id))
+            return False, False
+        prefill = self._producing.pop(request_id, None)
+        if prefill is None or prefill.has_failed:
+            return False, False
+        if succeeded:
+            if not self._progressive:
+                blocks = tuple(tuple(ids) for ids in block_ids)
+                self._commands.append(Progress(request_id, blocks, True, prefill.prompt.num_tokens))
+            self._commands.append(FinishProducer(request_id))
+            return True, True
+        status = getattr(request.status, "name", str(request.status)).lower()
+        self._commands.append(
+            FailProducer(
+                request_id,
+                prefill.key,
+                Reason.PRODUCER_ABORTED,
+                f"the producer's request ended as {status}",
+                held=prefill.is_scheduled,
+            )
+        )
+        return prefill.is_scheduled, True
+
+    def on_received(self, request_ids: Iterable[str]) -> None:
+        """The ranks have reported these loads over, well or badly."""
+        for request_id in request_ids:
+            load = self._consuming.get(request_id)
+            if load is not None:
+                load.is_loading = False
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether the ranks must be told something, even if no request needs a step."""
+        return bool(self._commands)
+
+    # ------------------------------------------------------------ inside
+
+    def _new_producer(self, request: Request, params: ProducerParams) -> None:
+        request_id, prompt = request.request_id, prompt_of(request)
+        prefill = _Producing(params.key, prompt, prompt.num_tokens - 1)
+        max_tokens = getattr(request.sampling_params, "max_tokens", 1)
+        if max_tokens != 1:
+            prefill.has_failed = True
+            detail = (
+                f"the producer's request has max_tokens {max_tokens}, expected 1: the router "
+                "must limit the prefill leg to one token"
+            )
+            self._commands.append(
+                FailProducer(request_id, params.key, Reason.MAX_TOKENS, detail, held=False)
+            )
+        else:
+            self._commands.append(BeginProducer(request_id, params.key, prompt))
+        self._producing[request_id] = prefill
+
+    def _follow_prefills(self, output: SchedulerOutput, plan: StepPlan) -> None:
+        if not self._progressive:
+            for new in output.scheduled_new_reqs:
+                if new.req_id in self._producing:
+                    self._producing[new.req_id].is_scheduled = True
+            return
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            prefill = self._producing.get(new.req_id)
+            if prefill is not None:
+                self._step(
+                    plan, new.req_id, prefill, new.block_ids, new.num_computed_tokens,
+                    scheduled.get(new.req_id, 0), fresh=True,
+                )  # fmt: skip
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            prefill = self._producing.get(request_id)
+            if prefill is None:
+                continue
+            resumed = request_id in cached.resumed_req_ids
+            if prefill.is_complete and not resumed:
+                continue
+            if resumed:
+                plan.before.append(BeginProducer(request_id, prefill.key, prefill.prompt))
+            self._step(
+                plan, request_id, prefill, cached.new_block_ids[i], cached.num_computed_tokens[i],
+                scheduled.get(request_id, 0), fresh=resumed,
+            )  # fmt: skip
+
+    def _step(
+        self,
+        plan: StepPlan,
+        request_id: str,
+        prefill: _Producing,
+        new_blocks: BlockIds | None,
+        num_computed: int,
+        num_scheduled: int,
+        *,
+        fresh: bool,
+    ) -> None:
+        """One step of one prefill: what is final before it, and what will be after it."""
+        if prefill.has_failed:
+            return
+        prefill.is_scheduled = True
+        blocks = tuple(tuple(ids) for ids in new_blocks or [() for _ in self._groups])
+        num_tokens = prefill.prompt.num_tokens
+        if fresh:
+            # What the prefix cache held is final already: it can go while this step computes.
+            plan.before.append(Progress(request_id, blocks, True, min(num_computed, num_tokens)))
+            blocks = tuple(() for _ in self._groups)
+        final = min(num_computed + num_scheduled, num_tokens)
+        plan.after.append(Progress(request_id, blocks, False, final))
+        prefill.is_complete = final >= prefill.end_token
+
+
+def prompt_of(request: Request) -> Prompt:
+    """The prompt's length and a digest of everything its KV depends on.
+
+    Token ids, images and the like by their identifiers, the adapter, and the cache salt.
+    Prompts given as embeddings have no digest: their length alone is compared.
+    """
+    ids = request.prompt_token_ids
+    if ids is None:
+        return Prompt(request.num_prompt_tokens, b"")
+    digest = hashlib.blake2b(array("I", ids), digest_size=16)
+    extras: list[Any] = [f.identifier for f in getattr(request, "mm_features", None) or ()]
+    lora = getattr(request, "lora_request", None)
+    if lora is not None:
+        extras.append(("lora", lora.lora_name))
+    salt = getattr(request, "cache_salt", None)
+    if salt:
+        extras.append(("salt", salt))
+    if extras:
+        digest.update(repr(extras).encode())
+    return Prompt(request.num_prompt_tokens, digest.digest())

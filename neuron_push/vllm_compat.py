@@ -1,0 +1,234 @@
+"""The only file that knows differences between vLLM versions (0.24 to 0.32).
+
+Everything newer than 0.24 is looked for, never imported at module level. Importing this file
+must stay light: the API server's process does it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from neuron_push.core.layout import KvLayout
+from neuron_push.core.messages import ModelCard
+from neuron_push.devices.base import CacheFacts, DeviceBackend, find_backend
+from neuron_push.scheduler import GroupFacts
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+__all__ = [
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorRole",
+    "SupportsHMA",
+]
+
+# 0.30 on: a failed load can be reported before its blocks may be freed.
+TransferResults: type | None = getattr(_base, "KVConnectorTransferResults", None)
+
+
+class UnsupportedError(ValueError):
+    """This engine's configuration cannot be served. The text says what, and what would do."""
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return str(getattr(vllm, "__version__", "unknown"))
+
+
+def data_parallel_rank(config: VllmConfig) -> int:
+    """Which of several engines in one deployment this is; each has a side channel of its own."""
+    parallel = config.parallel_config
+    # vllm-neuron resets data_parallel_rank to 0 for dense models and keeps the index.
+    index = getattr(parallel, "data_parallel_index", None)
+    return int(index if index is not None else parallel.data_parallel_rank or 0)
+
+
+def parallel_sizes(config: VllmConfig) -> tuple[int, int]:
+    """(tensor-parallel, pipeline-parallel). Raises UnsupportedError for context parallelism."""
+    parallel = config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1) or 1
+        if size > 1:
+            raise UnsupportedError(
+                f"{name} is {size}: neuron_push does not move KV that is split along the context; "
+                f"start with {name} 1"
+            )
+    return int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+
+
+def own_rank() -> tuple[int, int]:
+    """(tensor-parallel rank, pipeline-parallel rank) of this worker process."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank()), int(get_pp_group().rank_in_group)
+
+
+def model_card(config: VllmConfig) -> ModelCard:
+    """What must be equal for KV of one engine to make sense in another.
+
+    Two models of one shape and different weights have equal configurations: the last part of
+    the model's name and its revision stand for the weights.
+    """
+    model = config.model_config
+    hf = model.hf_config.to_dict() if hasattr(model.hf_config, "to_dict") else {}
+    volatile = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash")
+    kept = {key: value for key, value in hf.items() if key not in volatile}
+    blob = json.dumps(kept, sort_keys=True, default=str).encode()
+    name = str(model.model)
+    fingerprint = {
+        "model": os.path.basename(name.rstrip("/")),
+        "revision": str(getattr(model, "revision", None) or "default"),
+        "architectures": ",".join(hf.get("architectures") or ()),
+        "model configuration": hashlib.blake2b(blob, digest_size=8).hexdigest(),
+        "dtype": _short(model.dtype),
+        "KV cache dtype": str(config.cache_config.cache_dtype),
+    }
+    return ModelCard(name, fingerprint)
+
+
+def group_facts(cache: KVCacheConfig) -> list[GroupFacts]:
+    """The engine's KV cache groups. Raises UnsupportedError for what cannot be pushed."""
+    facts = []
+    for index, group in enumerate(cache.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            raise UnsupportedError(
+                f"KV cache group {index} ({group.layer_names[0]}, ...) is not transferable on its "
+                "own: this model's cache needs more than neuron_push moves"
+            )
+        spec = group.kv_cache_spec
+        facts.append(GroupFacts(int(spec.block_size), _is_whole(spec)))
+    return facts
+
+
+def make_layout(
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    tensors: Mapping[str, torch.Tensor],
+    wanted_device: str,
+) -> tuple[KvLayout, DeviceBackend]:
+    """This rank's KV memory, and the device backend that knows it.
+
+    Raises UnsupportedError, DeviceError or LayoutError with a sentence.
+    """
+    tp_rank, pp_rank = own_rank()
+    tp_size, _ = parallel_sizes(config)
+    total_heads = int(config.model_config.get_total_num_kv_heads())
+    first = next(iter(tensors.values()), None)
+    if first is None or not hasattr(first, "untyped_storage"):
+        raise UnsupportedError(
+            "this model's KV cache is not one tensor a layer (recurrent state?): neuron_push "
+            "moves attention KV only"
+        )
+    device = find_backend(first.device.type, wanted_device)
+    regions, allocations = [], {}
+    for group_index, group in enumerate(cache.kv_cache_groups):
+        for layer in group.layer_names:
+            tensor = tensors.get(layer)
+            if tensor is None:
+                continue  # encoder-only layers and layers that share another's cache
+            spec = _layer_spec(group.kv_cache_spec, layer)
+            facts = _cache_facts(
+                layer, group_index, cache.num_blocks, spec, total_heads, tp_size, tp_rank,
+                first.device.type,
+            )  # fmt: skip
+            allocation = device.allocation(tensor)
+            allocations[allocation.address] = allocation
+            regions.extend(device.regions(tensor, facts))
+    layout = KvLayout(
+        tp_rank=tp_rank,
+        pp_rank=pp_rank,
+        total_kv_heads=max([total_heads, *(r.head_first + r.num_heads for r in regions)]),
+        dtype=_short(first.dtype),
+        memory_type=device.memory_type,
+        allocations=tuple(allocations[address] for address in sorted(allocations)),
+        regions=tuple(regions),
+    )
+    layout.validate()
+    return layout, device
+
+
+def make_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
+    """vLLM's own type for a step's results (0.30 on)."""
+    if TransferResults is None:
+        raise RuntimeError("this vLLM has no KVConnectorTransferResults")
+    return TransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+
+def succeeded(request: Any) -> bool:
+    """Whether a finished producer request has computed its whole prompt."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def _cache_facts(
+    layer: str,
+    group: int,
+    num_blocks: int,
+    spec: KVCacheSpec,
+    total_heads: int,
+    tp_size: int,
+    tp_rank: int,
+    device_type: str,
+) -> CacheFacts:
+    heads = getattr(spec, "num_kv_heads", None)
+    head_size = getattr(spec, "head_size", None)
+    if heads is None or head_size is None:
+        raise UnsupportedError(
+            f"layer {layer!r} keeps {type(spec).__name__}, not attention KV: neuron_push cannot "
+            "move it"
+        )
+    item = spec.dtype.itemsize  # type: ignore[attr-defined]
+    value_size = getattr(spec, "head_size_v", None) or head_size
+    is_latent = "MLA" in type(spec).__name__
+    first = 0
+    if not is_latent and tp_size > 1:
+        # With fewer KV heads than ranks, several ranks hold the same head.
+        first = tp_rank * heads if total_heads >= tp_size else tp_rank * total_heads // tp_size
+    return CacheFacts(
+        layer=layer,
+        group=group,
+        num_blocks=num_blocks,
+        tokens_per_block=int(spec.block_size),
+        num_heads=1 if is_latent else int(heads),
+        head_first=first,
+        key_bytes=int(head_size) * item,
+        value_bytes=int(value_size) * item,
+        interior="cpu" if device_type == "cpu" else "plain",
+        kind="latent" if is_latent else "attention",
+    )
+
+
+def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
+    """A group whose layers differ carries one spec for each."""
+    each = getattr(spec, "kv_cache_specs", None)
+    return each[layer] if isinstance(each, dict) and layer in each else spec
+
+
+def _is_whole(spec: KVCacheSpec) -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    each = getattr(spec, "kv_cache_specs", None)
+    if isinstance(each, dict):
+        return all(_is_whole(one) for one in each.values())
+    return isinstance(spec, FullAttentionSpec)
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,136 @@
+"""The worker half of the connector: one per rank, on the thread that runs the forward.
+
+Feeds the transfer thread before and after each forward, and tells vLLM what has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from neuron_push.core.commands import AbortConsumer, OpenConsumer, Result, StepDone
+from neuron_push.core.session import Outcome
+from neuron_push.core.transfer import RankSetup, TransferThread
+from neuron_push.devices.base import DeviceBackend
+from neuron_push.scheduler import StepPlan
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 5.0
+"""How long a step that takes blocks away waits for WRITEs that still read them."""
+
+
+@dataclass
+class StepResults:
+    """What vLLM is told in one step: request ids, and blocks whose load failed."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid_blocks: set[int] = field(default_factory=set)
+
+
+class PushWorker:
+    """One rank.
+
+    early_failures: vLLM can be told of a failed load before its blocks are safe to free
+    (0.30 on); else failure and release are reported together, with the blocks that failed.
+    on_result: sees every result, for metrics.
+    """
+
+    def __init__(
+        self,
+        setup: RankSetup,
+        device: DeviceBackend,
+        *,
+        early_failures: bool,
+        idle_wait_s: float,
+        on_result: Callable[[Result], None],
+    ) -> None:
+        self._device = device
+        self._early_failures = early_failures
+        self._idle_wait_s = idle_wait_s
+        self._on_result = on_result
+        self._plan: StepPlan | None = None
+        self._handled_preemptions: StepPlan | None = None
+        self._loads: dict[str, tuple[int, ...]] = {}  # request id -> blocks of its only group
+        self._aborted: set[str] = set()
+        self._silent: set[str] = set()  # asked for nothing: vLLM waits for no report
+        self.transfer = TransferThread(setup)
+        self.transfer.start()
+
+    # ------------------------------------------------------------ before the forward
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Metadata is bound: what can leave leaves now, while the forward runs."""
+        self.drain_preempted(plan)
+        self._plan = plan
+        for command in plan.before:
+            if isinstance(command, OpenConsumer):
+                if command.first_token == command.end_token:
+                    self._silent.add(command.request_id)
+                elif len(command.blocks) == 1:
+                    self._loads[command.request_id] = command.blocks[0]
+            elif isinstance(command, AbortConsumer):
+                self._aborted.add(command.request_id)
+        self.transfer.submit(plan.before)
+
+    def drain_preempted(self, plan: StepPlan) -> None:
+        """Before the forward that overwrites them, WRITEs stop reading preempted blocks.
+
+        Some runners call this hook before they bind metadata, some never do.
+        """
+        if not plan.preempted or self._handled_preemptions is plan:
+            return
+        self._handled_preemptions = plan
+        if not self.transfer.suspend(plan.preempted, DRAIN_TIMEOUT_S):
+            logger.error(
+                "requests %s were preempted while WRITEs read their blocks, and these did not "
+                "end within %g s: their consumers may get overwritten KV",
+                list(plan.preempted),
+                DRAIN_TIMEOUT_S,
+            )
+
+    # ------------------------------------------------------------ after the forward
+
+    def end_forward(self) -> None:
+        """The step's work is submitted to the device."""
+        plan = self._plan
+        if plan is not None and plan.after:
+            self.transfer.submit([StepDone(tuple(plan.after), self._device.marker())])
+            plan.after = []
+
+    def take_results(self) -> StepResults:
+        """What has ended. In a step without work, waits a little for something to end."""
+        self.end_forward()
+        is_idle = self._plan is not None and self._plan.is_idle
+        step = StepResults()
+        for result in self.transfer.results(self._idle_wait_s if is_idle else 0.0):
+            self._on_result(result)
+            self._sort(result, step)
+        return step
+
+    def shutdown(self) -> None:
+        if not self.transfer.stop():
+            logger.error("the transfer thread does not end: a NIXL call does not return")
+
+    def _sort(self, result: Result, step: StepResults) -> None:
+        request_id = result.request_id
+        if result.outcome is Outcome.SENT:
+            step.sent.add(request_id)
+            return
+        if request_id in self._silent:
+            if result.outcome is not Outcome.FAILED:
+                self._silent.discard(request_id)
+            return
+        if result.outcome is Outcome.FAILED:
+            if self._early_failures:
+                step.failed.add(request_id)
+            return
+        blocks = self._loads.pop(request_id, None)
+        was_aborted = request_id in self._aborted
+        self._aborted.discard(request_id)
+        step.received.add(request_id)
+        if result.outcome is Outcome.RELEASED and not self._early_failures and not was_aborted:
+            step.invalid_blocks.update(blocks or ())
