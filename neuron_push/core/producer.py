@@ -107,6 +107,8 @@ class ProducerSession:
         """The engine has scheduled the prefill (again, after a preemption)."""
         self.suspended = False
         self._computing = True
+        if self.local is Local.RELEASED:
+            self._held = self._sent = False  # a late prefill, or a key that is used again
         if self.local is not Local.ABSENT:
             return []
         self.local = Local.COMPUTING

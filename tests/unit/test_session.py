@@ -600,6 +600,17 @@ def test_an_abort_that_comes_after_patience_is_over_gets_its_blocks_back() -> No
     assert p.fail(held=True) == []
 
 
+def test_a_key_that_is_used_again_sends_nothing_but_gets_its_blocks_back() -> None:
+    p = computing(final=10)
+    p.register(wants(nonce=7))
+    p.finish()
+    assert p.written() == ["sent"]
+    assert p.begin() == []
+    assert p.progress(10) == []
+    assert p.register(wants(nonce=8)) == ["nack d0 conflict", "ack d0"]
+    assert p.finish() == ["sent"]
+
+
 def test_patience_renewed_by_heartbeat() -> None:
     p = Producer()
     p.register(wants(), at=0.0)

@@ -308,6 +308,13 @@ class World:
         actions = source.session.on_fail(reason, "", held=held, now_s=self.now_s)
         self.source_does(source, actions)
 
+    def start_again(self, source: Source) -> None:
+        """Another request of the engine carries the same key."""
+        assert source.sent == source.held
+        source.engine, source.held, source.sent = "waiting", False, False
+        source.computed = 0
+        source.markers.clear()
+
     def new_dest(self, rank: str, key: str) -> Dest:
         nonce = len(self.dests) + 1
         session = ConsumerSession(
@@ -392,6 +399,7 @@ LIFE += ["all arrives", "heartbeat", "a moment passes", "loss noticed"]
 MISHAPS = [
     "preempted",
     "producer aborts",
+    "key used again",
     "consumer aborts",
     "consumer fails",
     "packet lost",
@@ -524,6 +532,10 @@ class Sessions(RuleBasedStateMachine):
         elif what == "producer aborts":
             if source := self.source(pick, "waiting", "computing", "preempted", "finished"):
                 world.fail(source)
+        elif what == "key used again":
+            source = self.source(pick, "finished", "failed")
+            if source and source.session.is_over:
+                world.start_again(source)
         elif what == "consumer aborts" and (dest := self.dest(pick)):
             world.abort(dest)
         elif what == "consumer fails" and (dest := self.dest(pick)):
