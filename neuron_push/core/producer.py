@@ -71,6 +71,7 @@ class ProducerSession:
         self._prompt: Prompt | None = None
         self._deadline_s = math.inf
         self._expected_legs: int | None = None
+        self._engine = ""
         self._next_write_id = 0
         self._computing = False
         self._held = False
@@ -162,12 +163,20 @@ class ProducerSession:
     # ------------------------------------------------------------ the wire's events
 
     def on_register(
-        self, peer: str, message: Register, *, unit_tokens: int, num_consumers: int, now_s: float
+        self,
+        peer: str,
+        message: Register,
+        *,
+        unit_tokens: int,
+        num_consumers: int,
+        now_s: float,
+        engine: str = "",
     ) -> list[Action]:
         """A consumer rank's registration, already checked against both layouts.
 
         ``unit_tokens``: segments other than the last end at multiples of it.
         ``num_consumers``: how many consumer ranks this rank serves for that engine.
+        ``engine``: names the engine process; the first one that speaks has the key.
         """
         actions: list[Action] = []
         leg = self.legs.get(peer)
@@ -176,9 +185,7 @@ class ProducerSession:
             return actions + self._settle()
         leg = ProducerLeg(peer, message.nonce, message, unit_tokens)
         leg.sent_tokens = message.first_token
-        if self._expected_legs is None:
-            self._expected_legs = num_consumers
-        elif len(self.legs) >= self._expected_legs:
+        if not self._has_room(engine, num_consumers):
             # Another engine came with the same key. The first one keeps it: a leg of its own
             # would let a stranger's cancel release the first one's blocks.
             actions.append(
@@ -195,14 +202,12 @@ class ProducerSession:
         return actions + self._advance()
 
     def on_cancel(
-        self, peer: str, message: Cancel, *, num_consumers: int, now_s: float
+        self, peer: str, message: Cancel, *, num_consumers: int, now_s: float, engine: str = ""
     ) -> list[Action]:
         leg = self.legs.get(peer)
         if leg is None:
             # The cancel overtook the registration, or there never was one: remember it.
-            if self._expected_legs is None:
-                self._expected_legs = num_consumers
-            elif len(self.legs) >= self._expected_legs:
+            if not self._has_room(engine, num_consumers):
                 return [Send(peer, CancelAck(message.nonce))]
             leg = ProducerLeg(peer, message.nonce, None, 1, reason=Reason.CANCELLED)
             self.legs[peer] = leg
@@ -263,6 +268,12 @@ class ProducerSession:
             self._deadline_s = now_s + self._lease_s
         elif self.local is Local.ABSENT:
             self._deadline_s = now_s + self._patience_s
+
+    def _has_room(self, engine: str, num_consumers: int) -> bool:
+        """Whether one more consumer rank of ``engine`` may have a leg."""
+        if self._expected_legs is None:
+            self._expected_legs, self._engine = num_consumers, engine
+        return engine == self._engine and len(self.legs) < self._expected_legs
 
     def _register_again(self, leg: ProducerLeg, message: Register, actions: list[Action]) -> None:
         if leg.register == message:

@@ -74,16 +74,32 @@ class Producer(ProducerSession):
         return told(actions)
 
     def register(
-        self, message: Register, peer: str = "d0", *, unit: int = 4, of: int = 1, at: float = 0.0
+        self,
+        message: Register,
+        peer: str = "d0",
+        *,
+        unit: int = 4,
+        of: int = 1,
+        at: float = 0.0,
+        engine: str = "",
     ) -> list[str]:
         return self.do(
-            self.on_register(peer, message, unit_tokens=unit, num_consumers=of, now_s=at)
+            self.on_register(
+                peer, message, unit_tokens=unit, num_consumers=of, now_s=at, engine=engine
+            )
         )
 
     def cancel(
-        self, peer: str = "d0", *, nonce: int = 7, of: int = 1, at: float = 0.0
+        self,
+        peer: str = "d0",
+        *,
+        nonce: int = 7,
+        of: int = 1,
+        at: float = 0.0,
+        engine: str = "",
     ) -> list[str]:
-        return self.do(self.on_cancel(peer, Cancel(KEY, nonce), num_consumers=of, now_s=at))
+        cancel = Cancel(KEY, nonce)
+        return self.do(self.on_cancel(peer, cancel, num_consumers=of, now_s=at, engine=engine))
 
     def begin(self, prompt: Prompt = PROMPT) -> list[str]:
         return self.do(self.on_begin(prompt, 0.0))
@@ -326,6 +342,14 @@ def test_a_second_engine_with_the_same_key_is_refused_and_cannot_release_blocks(
     assert p.cancel("x0", nonce=9) == ["ack x0"]
     assert p.lose("x0") == []
     assert p.progress(10) == ["write d0 4:10 last of 2"]
+
+
+def test_a_second_engine_does_not_take_the_place_of_a_rank_that_is_still_to_come() -> None:
+    p = computing(final=4)
+    assert p.register(wants(), "d0", of=2, engine="d") == ["write d0 0:4"]
+    assert p.cancel("x1", nonce=9, of=2, engine="x") == ["ack x1"]
+    assert p.register(wants(nonce=9), "x0", of=2, engine="x") == ["nack x0 conflict", "ack x0"]
+    assert p.register(wants(), "d1", of=2, engine="d") == ["write d1 0:4"]
 
 
 @pytest.mark.parametrize(

@@ -196,10 +196,11 @@ class World:
                 unit_tokens=self.units[sender],
                 num_consumers=size,
                 now_s=self.now_s,
+                engine=sender[0],
             )
         else:
             actions = source.session.on_cancel(
-                sender, message, num_consumers=size, now_s=self.now_s
+                sender, message, num_consumers=size, now_s=self.now_s, engine=sender[0]
             )
         self.source_does(source, actions)
 
