@@ -379,6 +379,12 @@ class World:
             self.advance(max(0.0, soonest - self.now_s))
         raise AssertionError("time does not settle it")
 
+    def is_used_up(self) -> bool:
+        engines = {s.engine for s in self.living_sources()}
+        return not engines & {"waiting", "computing", "preempted"} and all(
+            d.session.is_over for d in self.living_dests()
+        )
+
     def check_ends(self) -> None:
         for dest in self.living_dests():
             assert dest.session.is_over
@@ -396,7 +402,7 @@ class World:
 FEW = st.sampled_from([1, 1, 2])
 PICK = st.integers(0, 11)
 LIFE = ["producer"] * 4 + ["consumer"] * 3 + ["packet"] * 3 + ["write"] * 2
-LIFE += ["all arrives", "heartbeat", "a moment passes", "loss noticed"]
+LIFE += ["all arrives", "heartbeat", "a moment passes", "loss noticed", "start afresh"]
 MISHAPS = [
     "preempted",
     "producer aborts",
@@ -423,6 +429,8 @@ class Sessions(RuleBasedStateMachine):
 
     world: World
     mishaps: list[str]
+    size: tuple[int, int, int]
+    stranger: bool
 
     @initialize(
         p=FEW,
@@ -432,7 +440,8 @@ class Sessions(RuleBasedStateMachine):
         mishaps=st.lists(st.sampled_from(MISHAPS), min_size=1, max_size=4, unique=True),
     )
     def start(self, p: int, d: int, keys: int, stranger: bool, mishaps: list[str]) -> None:
-        self.world = World(p, d, keys, stranger=stranger)
+        self.size, self.stranger = (p, d, keys), stranger
+        self.world = World(*self.size, stranger=stranger)
         self.mishaps = mishaps
 
     def source(self, pick: int, *engine: str) -> Source | None:
@@ -479,6 +488,9 @@ class Sessions(RuleBasedStateMachine):
             world.advance(0.2 * (1 + pick))
         elif what == "loss noticed" and unaware:
             world.notice_loss(*unaware[pick % len(unaware)])
+        elif what == "start afresh" and world.is_used_up():
+            self.teardown()
+            self.world = World(*self.size, stranger=self.stranger)
 
     def producer_goes_on(self, source: Source, chance: int) -> None:
         if source.markers and chance % 3:
