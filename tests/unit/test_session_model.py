@@ -8,6 +8,7 @@ same key. Hypothesis draws what happens; the assertions say what must never happ
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -379,12 +380,6 @@ class World:
             self.advance(max(0.0, soonest - self.now_s))
         raise AssertionError("time does not settle it")
 
-    def is_used_up(self) -> bool:
-        engines = {s.engine for s in self.living_sources()}
-        return not engines & {"waiting", "computing", "preempted"} and all(
-            d.session.is_over for d in self.living_dests()
-        )
-
     def check_ends(self) -> None:
         for dest in self.living_dests():
             assert dest.session.is_over
@@ -399,10 +394,8 @@ class World:
             assert source.session.open_peers() == []
 
 
-FEW = st.sampled_from([1, 1, 2])
-PICK = st.integers(0, 11)
 LIFE = ["producer"] * 4 + ["consumer"] * 3 + ["packet"] * 3 + ["write"] * 2
-LIFE += ["all arrives", "heartbeat", "a moment passes", "loss noticed", "start afresh"]
+LIFE += ["all arrives", "heartbeat", "a moment passes", "loss noticed"]
 MISHAPS = [
     "preempted",
     "producer aborts",
@@ -420,29 +413,15 @@ MISHAPS = [
 RANGES = [(0, NUM_TOKENS)] * 4 + [(1, NUM_TOKENS), (4, NUM_TOKENS), (0, 4), (NUM_TOKENS,) * 2]
 LIES = ["no"] * 10 + ["count", "hash"]
 
+Step = tuple[str, int, int, tuple[int, int], str]
+"""What happens, two numbers to pick whom it happens to, and what a registration says."""
 
-class Sessions(RuleBasedStateMachine):
-    """What a transfer needs to come to a good end happens often, mishaps now and then.
 
-    Few kinds of mishaps in one example: all of them together would keep it from going anywhere.
-    """
+class Life:
+    """Plays steps in a world. A step that cannot happen there does nothing."""
 
-    world: World
-    mishaps: list[str]
-    size: tuple[int, int, int]
-    stranger: bool
-
-    @initialize(
-        p=FEW,
-        d=FEW,
-        keys=FEW,
-        stranger=st.booleans(),
-        mishaps=st.lists(st.sampled_from(MISHAPS), min_size=1, max_size=4, unique=True),
-    )
-    def start(self, p: int, d: int, keys: int, stranger: bool, mishaps: list[str]) -> None:
-        self.size, self.stranger = (p, d, keys), stranger
-        self.world = World(*self.size, stranger=stranger)
-        self.mishaps = mishaps
+    def __init__(self, world: World) -> None:
+        self.world = world
 
     def source(self, pick: int, *engine: str) -> Source | None:
         found = [s for s in self.world.living_sources() if s.engine in engine]
@@ -452,33 +431,27 @@ class Sessions(RuleBasedStateMachine):
         found = [d for d in self.world.living_dests() if not d.session.is_over]
         return found[pick % len(found)] if found else None
 
-    # -------------------------------------------------------- all goes well
+    def play(self, step: Step) -> None:
+        what, pick, other, tokens, lie = step
+        if what == "consumer":
+            self.consumer_goes_on(pick, other, tokens, lie)
+        elif what in LIFE:
+            self.go_on(what, pick, other)
+        else:
+            self.go_astray(what, pick)
+            self.go_wrong(what, pick, other)
 
-    @rule(
-        events=st.lists(
-            st.tuples(st.sampled_from(LIFE), PICK, PICK, st.sampled_from(RANGES)),
-            min_size=1,
-            max_size=5,
-        ),
-        lie=st.sampled_from(LIES),
-    )
-    def life(self, events: list[tuple[str, int, int, tuple[int, int]]], lie: str) -> None:
-        for what, pick, other, tokens in events:
-            self.live(what, pick, other, tokens, lie)
-
-    def live(self, what: str, pick: int, other: int, tokens: tuple[int, int], lie: str) -> None:
+    def go_on(self, what: str, pick: int, other: int) -> None:
         world = self.world
         unaware = [(*pd, who) for pd, x in world.links.items() for who in sorted(x.unaware)]
         if what == "producer":
             if source := self.source(pick, "waiting", "preempted", "computing"):
                 self.producer_goes_on(source, other)
-        elif what == "consumer":
-            self.consumer_goes_on(pick, other, tokens, lie)
         elif what == "packet" and world.packets:
             world.deliver(*world.packets.pop(pick % len(world.packets)))
         elif what == "write" and world.flights:
             world.end(world.flights[pick % len(world.flights)], well=True)
-        elif what == "all arrives":
+        elif what == "all arrives" and other % 2:
             world.pump()
         elif what == "heartbeat" and (dest := self.dest(pick)):
             source = world.sources[world.producers[other % len(world.producers)], dest.key]
@@ -488,9 +461,6 @@ class Sessions(RuleBasedStateMachine):
             world.advance(0.2 * (1 + pick))
         elif what == "loss noticed" and unaware:
             world.notice_loss(*unaware[pick % len(unaware)])
-        elif what == "start afresh" and world.is_used_up():
-            self.teardown()
-            self.world = World(*self.size, stranger=self.stranger)
 
     def producer_goes_on(self, source: Source, chance: int) -> None:
         if source.markers and chance % 3:
@@ -510,22 +480,10 @@ class Sessions(RuleBasedStateMachine):
         mine = [x for x in world.dests.values() if (x.rank, x.key) == (rank, key)]
         if rank in world.dead:
             return
-        if not mine or mine[-1].session.is_over:
+        if not mine or (mine[-1].session.is_over and len(mine) < 3):
             world.new_dest(rank, key)
         elif not mine[-1].wanted:
             world.register(mine[-1], *tokens, lie=lie)
-
-    # -------------------------------------------------------- or not so well
-
-    @rule(which=PICK, pick=PICK, other=PICK)
-    def mishap(self, which: int, pick: int, other: int) -> None:
-        if which >= 2 * len(self.mishaps):
-            return
-        what = self.mishaps[which // 2]
-        if what in ("packet lost", "packet doubled", "write lands early", "write fails"):
-            self.go_astray(what, pick)
-        else:
-            self.go_wrong(what, pick, other)
 
     def go_astray(self, what: str, pick: int) -> None:
         packets, flights = self.world.packets, self.world.flights
@@ -563,9 +521,8 @@ class Sessions(RuleBasedStateMachine):
             ranks = world.producers + world.consumers
             world.kill(ranks[pick % len(ranks)])
 
-    def teardown(self) -> None:
-        if not hasattr(self, "world"):
-            return
+    def end(self) -> None:
+        """The wire is well again and time passes: everything has to come to its end."""
         world = self.world
         world.settle()
         for source in world.living_sources():  # no engine computes for ever
@@ -573,8 +530,52 @@ class Sessions(RuleBasedStateMachine):
                 world.fail(source)
         world.settle()
         world.check_ends()
-        for dest in world.living_dests():
-            event(f"{dest.outcomes[-1].value}, {dest.session.reason}")
+
+
+# ------------------------------------------------------------ hypothesis plays
+
+FEW = st.sampled_from([1, 1, 2])
+PICK = st.integers(0, 11)
+LIE = st.sampled_from(LIES)
+RANGE = st.sampled_from(RANGES)
+
+
+class Sessions(RuleBasedStateMachine):
+    """Only few kinds of mishaps in one example: all of them would keep it from going anywhere."""
+
+    life: Life
+    mishaps: list[str]
+
+    @initialize(
+        p=FEW,
+        d=FEW,
+        keys=FEW,
+        stranger=st.booleans(),
+        mishaps=st.lists(st.sampled_from(MISHAPS), min_size=1, max_size=4, unique=True),
+    )
+    def start(self, p: int, d: int, keys: int, stranger: bool, mishaps: list[str]) -> None:
+        self.life = Life(World(p, d, keys, stranger=stranger))
+        self.mishaps = mishaps
+
+    @rule(
+        steps=st.lists(
+            st.tuples(st.sampled_from(LIFE), PICK, PICK, RANGE, LIE), min_size=1, max_size=8
+        )
+    )
+    def all_goes_well(self, steps: list[Step]) -> None:
+        for step in steps:
+            self.life.play(step)
+
+    @rule(which=PICK, pick=PICK, other=PICK)
+    def something_goes_wrong(self, which: int, pick: int, other: int) -> None:
+        what = self.mishaps[which % len(self.mishaps)]
+        self.life.play((what, pick, other, (0, 0), "no"))
+
+    def teardown(self) -> None:
+        if hasattr(self, "life"):
+            self.life.end()
+            for dest in self.life.world.living_dests():
+                event(f"{dest.outcomes[-1].value}, {dest.session.reason}")
 
 
 class TestSessions(Sessions.TestCase):
@@ -591,3 +592,71 @@ class TestSessions(Sessions.TestCase):
 @pytest.mark.timeout(7200)
 class TestSessionsForLong(Sessions.TestCase):
     settings = settings(TestSessions.settings, max_examples=20_000)
+
+
+# ------------------------------------------------------------ chance plays
+
+Walk = tuple[tuple[int, int, int, bool], list[Step]]
+
+
+def random_walk(seed: int) -> Walk:
+    """Many more steps a second than hypothesis plays, and evenly spread over what can happen."""
+    rng = random.Random(seed)
+    size = (rng.choice([1, 1, 2]), rng.choice([1, 1, 2]), rng.choice([1, 1, 2]), rng.random() < 0.2)
+    mishaps = rng.sample(MISHAPS, rng.randint(1, 5))
+    rate = rng.choice([0.05, 0.2, 0.4])
+    steps: list[Step] = []
+    for _ in range(rng.randint(10, 60) * (size[0] + size[1]) * size[2] // 2):
+        what = rng.choice(mishaps if rng.random() < rate else LIFE)
+        pick, other = rng.randrange(12), rng.randrange(12)
+        steps.append((what, pick, other, rng.choice(RANGES), rng.choice(LIES)))
+    return size, steps
+
+
+def what_goes_wrong(walk: Walk) -> str:
+    """An assertion's text, or nothing."""
+    (p, d, keys, stranger), steps = walk
+    life = Life(World(p, d, keys, stranger=stranger))
+    try:
+        for step in steps:
+            life.play(step)
+        life.end()
+    except (AssertionError, KeyError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def shortest(walk: Walk) -> Walk:
+    """The same failure with as few steps as leaving some out can reach."""
+    size, steps = walk
+    error = what_goes_wrong(walk)
+    length = len(steps)
+    while length:
+        start = 0
+        while start < len(steps):
+            fewer = steps[:start] + steps[start + length :]
+            if what_goes_wrong((size, fewer)) == error:
+                steps = fewer
+            else:
+                start += length
+        length //= 2
+    return size, steps
+
+
+def walk_all(seeds: range) -> None:
+    for seed in seeds:
+        walk = random_walk(seed)
+        if error := what_goes_wrong(walk):
+            size, steps = shortest(walk)
+            story = "\n".join(str(step) for step in steps)
+            pytest.fail(f"seed {seed}, size {size}: {error}, after\n{story}")
+
+
+def test_random_walks() -> None:
+    walk_all(range(6000))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_random_walks_for_long() -> None:
+    walk_all(range(6000, 1_000_000))
