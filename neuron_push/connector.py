@@ -59,6 +59,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        compat.adopt_logging()
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # vLLM makes no connector without it
         self._config = PushConfig.load(transfer.kv_connector_extra_config)
@@ -107,7 +108,9 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         def dial(target: Target) -> None:
             side.dial(target.host, target.port, target.engine_id)
 
-        self._scheduler = PushScheduler(compat.group_facts(self._kv_cache_config), dial)
+        self._scheduler = PushScheduler(
+            compat.group_facts(self._kv_cache_config), dial, is_producer=kv_role != "kv_consumer"
+        )
         for address in self._config.warm_peers:
             host, _, port = address.rpartition(":")
             side.dial(host, int(port), "", keep_trying=True)

@@ -142,6 +142,9 @@ class PushPromMetrics(KVConnectorPromMetrics):
                 buckets=_SECONDS,
             ),
             "received_bytes": each(histogram, "load_bytes", "KV bytes a load.", buckets=_BYTES),
+            "received_segments": each(
+                histogram, "load_segments", "Segments a load.", buckets=_COUNTS
+            ),
         }
         self._verified = each(counter, "verified_loads", "Loads whose every digest matched.")
         self._failures = counter(

@@ -51,11 +51,13 @@ class GroupFacts:
 class StepPlan:
     """What the ranks are told for one step.
 
-    ``before`` takes effect before the forward, ``after`` once its work is done;
-    ``preempted`` requests lose their blocks in this very step. ``is_idle``: nothing computes.
+    ``before`` takes effect before the forward; ``ready`` once what earlier steps submitted is
+    done; ``after`` once this step's own work is. ``preempted`` requests lose their blocks in
+    this very step. ``is_idle``: nothing computes.
     """
 
     before: list[Command] = field(default_factory=list)
+    ready: list[Progress] = field(default_factory=list)
     after: list[Progress] = field(default_factory=list)
     preempted: tuple[str, ...] = ()
     is_idle: bool = True
@@ -83,7 +85,10 @@ class _Consuming:
 class PushScheduler:
     """dial(target): warm the connection to a producer; returns at once."""
 
-    def __init__(self, groups: Sequence[GroupFacts], dial: Callable[[Target], None]) -> None:
+    def __init__(
+        self, groups: Sequence[GroupFacts], dial: Callable[[Target], None], *, is_producer: bool
+    ) -> None:
+        self._is_producer = is_producer
         self._groups = tuple(groups)
         self._dial = dial
         # Blocks of a group that forgets (sliding window) may be reused while we write from
@@ -92,6 +97,7 @@ class PushScheduler:
         self._producing: dict[str, _Producing] = {}
         self._consuming: dict[str, _Consuming] = {}
         self._commands: list[Command] = []
+        self._tails: dict[str, BlockIds] = {}  # request id -> its last block in each group
 
     # ------------------------------------------------------------ hooks, in vLLM's order
 
@@ -161,10 +167,12 @@ class PushScheduler:
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         plan = StepPlan(is_idle=output.total_num_scheduled_tokens == 0)
-        if self._producing:
+        if self._is_producer:
             preempted = output.preempted_req_ids or ()
             plan.preempted = tuple(r for r in preempted if r in self._producing)
             self._follow_prefills(output, plan)
+            for request_id in output.finished_req_ids:
+                self._tails.pop(request_id, None)
         plan.before = self._commands + plan.before
         self._commands = []
         return plan
@@ -238,12 +246,13 @@ class PushScheduler:
                     self._producing[new.req_id].is_scheduled = True
             return
         scheduled = output.num_scheduled_tokens
+        written = self._written_blocks(output)
         for new in output.scheduled_new_reqs:
             prefill = self._producing.get(new.req_id)
             if prefill is not None:
                 self._step(
                     plan, new.req_id, prefill, new.block_ids, new.num_computed_tokens,
-                    scheduled.get(new.req_id, 0), fresh=True,
+                    scheduled.get(new.req_id, 0), written,
                 )  # fmt: skip
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
@@ -257,7 +266,7 @@ class PushScheduler:
                 plan.before.append(BeginProducer(request_id, prefill.key, prefill.prompt))
             self._step(
                 plan, request_id, prefill, cached.new_block_ids[i], cached.num_computed_tokens[i],
-                scheduled.get(request_id, 0), fresh=resumed,
+                scheduled.get(request_id, 0), written if resumed else None,
             )  # fmt: skip
 
     def _step(
@@ -268,22 +277,57 @@ class PushScheduler:
         new_blocks: BlockIds | None,
         num_computed: int,
         num_scheduled: int,
-        *,
-        fresh: bool,
+        written: set[int] | None,
     ) -> None:
-        """One step of one prefill: what is final before it, and what will be after it."""
+        """One step of one prefill: what is final before it, and what will be after it.
+
+        ``written`` are the blocks that this step computes, for a request that begins or
+        resumes: the prefix cache hands out blocks that another request of the same step has
+        yet to fill.
+        """
         if prefill.has_failed:
             return
         prefill.is_scheduled = True
         blocks = tuple(tuple(ids) for ids in new_blocks or [() for _ in self._groups])
         num_tokens = prefill.prompt.num_tokens
-        if fresh:
+        if written is not None:
             # What the prefix cache held is final already: it can go while this step computes.
-            plan.before.append(Progress(request_id, blocks, True, min(num_computed, num_tokens)))
+            cached = min(num_computed, num_tokens)
+            for ids, group in zip(blocks, self._groups, strict=True):
+                hits = ids[: -(-cached // group.tokens_per_block)]
+                for i, block in enumerate(hits):
+                    if block in written:
+                        cached = min(cached, i * group.tokens_per_block)
+                        break
+            plan.ready.append(Progress(request_id, blocks, True, cached))
             blocks = tuple(() for _ in self._groups)
         final = min(num_computed + num_scheduled, num_tokens)
         plan.after.append(Progress(request_id, blocks, False, final))
         prefill.is_complete = final >= prefill.end_token
+
+    def _written_blocks(self, output: SchedulerOutput) -> set[int]:
+        """Blocks that this step's forward writes, of all requests.
+
+        Those newly given out, and the last block of each running request, which may have been
+        given out earlier and be filled only now.
+        """
+        written: set[int] = set()
+        for new in output.scheduled_new_reqs:
+            for ids, group in zip(new.block_ids, self._groups, strict=True):
+                written.update(ids[new.num_computed_tokens // group.tokens_per_block :])
+            self._tails[new.req_id] = [ids[-1:] for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            for ids in self._tails.get(request_id, ()):
+                written.update(ids)
+            if new_blocks is not None:
+                tails = self._tails.get(request_id) or [()] * len(new_blocks)
+                self._tails[request_id] = [
+                    ids[-1:] or tail for ids, tail in zip(new_blocks, tails, strict=True)
+                ]
+                for ids in new_blocks:
+                    written.update(ids)
+        return written
 
 
 def prompt_of(request: Request) -> Prompt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from neuron_push.core.layout import KvLayout
+from neuron_push.core.layout import Allocation, KvLayout, Region
 from neuron_push.core.messages import ModelCard
 from neuron_push.devices.base import CacheFacts, DeviceBackend, find_backend
 from neuron_push.scheduler import GroupFacts
@@ -43,6 +44,15 @@ TransferResults: type | None = getattr(_base, "KVConnectorTransferResults", None
 
 class UnsupportedError(ValueError):
     """This engine's configuration cannot be served. The text says what, and what would do."""
+
+
+def adopt_logging() -> None:
+    """Our log lines go where vLLM's go, in its format and at its level."""
+    ours, theirs = logging.getLogger("neuron_push"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 def vllm_version() -> str:
@@ -136,7 +146,8 @@ def make_layout(
             "moves attention KV only"
         )
     device = find_backend(first.device.type, wanted_device)
-    regions, allocations = [], {}
+    regions: list[Region] = []
+    allocations: dict[int, Allocation] = {}
     for group_index, group in enumerate(cache.kv_cache_groups):
         for layer in group.layer_names:
             tensor = tensors.get(layer)

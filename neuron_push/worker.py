@@ -74,7 +74,10 @@ class PushWorker:
                     self._loads[command.request_id] = command.blocks[0]
             elif isinstance(command, AbortConsumer):
                 self._aborted.add(command.request_id)
-        self.transfer.submit(plan.before)
+        commands = list(plan.before)
+        if plan.ready:
+            commands.append(StepDone(tuple(plan.ready), self._device.marker()))
+        self.transfer.submit(commands)
 
     def drain_preempted(self, plan: StepPlan) -> None:
         """Before the forward that overwrites them, WRITEs stop reading preempted blocks.

@@ -251,10 +251,13 @@ class SideChannel:
         self._rank_routes[message.rank] = route
         self._rank_cards[message.rank] = message.card
         self._local.send_multipart([route, encode(RankKnown())])
-        if len(self._rank_cards) == self._num_ranks:
-            ordered = tuple(self._rank_cards[i] for i in sorted(self._rank_cards))
-            self._card = self._make_card(ordered)
-            logger.info("engine %s: all %d ranks are up", self.identity.engine_id, self._num_ranks)
+        if len(self._rank_cards) < self._num_ranks:
+            return
+        is_news = self._card is None
+        self._card = self._make_card(tuple(self._rank_cards[i] for i in sorted(self._rank_cards)))
+        if is_news:
+            name = self.identity.engine_id
+            logger.info("engine %s: all %d ranks are up", name, self._num_ranks)
 
     def _tell_ranks(self, message: MeetPeer | DialFailed) -> None:
         blob = encode(message)

@@ -271,7 +271,13 @@ class TransferThread:
     # ------------------------------------------------------------ from peers
 
     def _take_notifications(self, now_s: float) -> bool:
-        arrived = self._agent.notifications()
+        try:
+            arrived = self._agent.notifications()
+        except AgentError as e:
+            # One dead peer can make the poll of all fail (LIBFABRIC); whose silence it was, the
+            # heartbeats tell.
+            self._shop.quiet.warning(logger, "poll", "rank %d: %s", self._setup.rank, e)
+            return False
         for sender, blob in arrived:
             peer = self._shop.peers.ranks.get(sender)
             if peer is None:
