@@ -578,7 +578,7 @@ class Sessions(RuleBasedStateMachine):
                 event(f"{dest.outcomes[-1].value}, {dest.session.reason}")
 
 
-class TestSessions(Sessions.TestCase):
+class TestSessions(Sessions.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(
         max_examples=300,
         stateful_step_count=50,
@@ -590,7 +590,7 @@ class TestSessions(Sessions.TestCase):
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-class TestSessionsForLong(Sessions.TestCase):
+class TestSessionsForLong(Sessions.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(TestSessions.settings, max_examples=20_000)
 
 
