@@ -315,18 +315,18 @@ class PushScheduler:
         for new in output.scheduled_new_reqs:
             for ids, group in zip(new.block_ids, self._groups, strict=True):
                 written.update(ids[new.num_computed_tokens // group.tokens_per_block :])
-            self._tails[new.req_id] = [ids[-1:] for ids in new.block_ids]
+            self._tails[new.req_id] = [tail[-1:] for tail in new.block_ids]
         cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            for ids in self._tails.get(request_id, ()):
-                written.update(ids)
+            for tail in self._tails.get(request_id, ()):
+                written.update(tail)
             if new_blocks is not None:
                 tails = self._tails.get(request_id) or [()] * len(new_blocks)
                 self._tails[request_id] = [
                     ids[-1:] or tail for ids, tail in zip(new_blocks, tails, strict=True)
                 ]
-                for ids in new_blocks:
-                    written.update(ids)
+                for new_ids in new_blocks:
+                    written.update(new_ids)
         return written
 
 

@@ -656,7 +656,7 @@ def test_heartbeats_do_not_revive_what_is_over() -> None:
 
 class Consumer(ConsumerSession):
     def __init__(self) -> None:
-        super().__init__(KEY, 7, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S, now_s=0.0)
+        super().__init__(KEY, 7, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S)
 
     def segment(self, index: int, count: int = 0, peer: str = "p0") -> list[str]:
         segment = Segment(7, index, count, index * 4, index * 4 + 4)
@@ -818,9 +818,18 @@ def test_time_out() -> None:
     assert c.ack() == ["released timeout"]
 
 
-def test_time_out_before_registering() -> None:
+def test_no_time_out_before_registering() -> None:
+    """How long a request waits for blocks is the engine's business."""
     c = Consumer()
-    assert c.tick(PATIENCE_S) == ["failed timeout", "released timeout"]
+    assert c.deadline_s == math.inf
+    assert c.tick(PATIENCE_S) == []
+
+
+def test_failing_before_registering_withdraws_the_announcement() -> None:
+    c = Consumer()
+    c.on_announce(("p0", "p1"))
+    lines = told(c.on_fail(Reason.HANDSHAKE, "", 0.0))
+    assert lines == ["failed handshake", "cancel p0", "cancel p1", "released handshake"]
 
 
 def test_a_lost_producer_fails_at_once_and_is_quarantined() -> None:

@@ -319,9 +319,7 @@ class World:
 
     def new_dest(self, rank: str, key: str) -> Dest:
         nonce = len(self.dests) + 1
-        session = ConsumerSession(
-            key, nonce, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S, now_s=self.now_s
-        )
+        session = ConsumerSession(key, nonce, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S)
         dest = self.dests[nonce] = Dest(rank, key, session)
         session.on_announce(tuple(self.producers))
         return dest
@@ -528,6 +526,9 @@ class Life:
         for source in world.living_sources():  # no engine computes for ever
             if source.engine in ("computing", "preempted"):
                 world.fail(source)
+        for dest in world.living_dests():  # nor does a request wait for blocks for ever
+            if not dest.wanted and not dest.session.is_over:
+                world.abort(dest)
         world.settle()
         world.check_ends()
 
