@@ -294,7 +294,7 @@ class PushScheduler:
             # What the prefix cache held is final already: it can go while this step computes.
             cached = min(num_computed, num_tokens)
             for ids, group in zip(blocks, self._groups, strict=True):
-                hits = ids[: -(-cached // group.tokens_per_block)]
+                hits: Sequence[int] = ids[: -(-cached // group.tokens_per_block)]
                 for i, block in enumerate(hits):
                     if block in written:
                         cached = min(cached, i * group.tokens_per_block)
