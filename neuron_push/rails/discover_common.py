@@ -42,9 +42,7 @@ def keep_relevant(
 def accelerators_of(devices: Iterable[PciDevice]) -> tuple[Accelerator, ...]:
     """The accelerators among the devices, in their order. CUDA indices follow PCI addresses."""
     found = [(device, device.accelerator_kind) for device in devices]
-    cuda = sorted(
-        (device.address for device, kind in found if kind == "cuda"), key=bdf.numbers
-    )
+    cuda = sorted((device.address for device, kind in found if kind == "cuda"), key=bdf.numbers)
     index = {address: position for position, address in enumerate(cuda)}
     return tuple(
         Accelerator(kind=kind, pci_address=device.address, index=index.get(device.address, -1))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from xml.etree import ElementTree
 
 from . import bdf
 from .discover_common import HIDDEN_ROOT_PREFIX, accelerators_of, keep_relevant

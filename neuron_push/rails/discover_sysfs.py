@@ -136,9 +136,7 @@ def _read_pci(reader: SysfsReader) -> tuple[list[PciDevice], dict[str, HostBridg
     return devices, roots
 
 
-def _read_device(
-    reader: SysfsReader, path: Path, known: set[str]
-) -> tuple[PciDevice, str | None]:
+def _read_device(reader: SysfsReader, path: Path, known: set[str]) -> tuple[PciDevice, str | None]:
     address = bdf.normalise(path.name)
     chain = os.path.realpath(path).split(os.sep)
     above = chain[-2] if len(chain) > 1 else ""
@@ -183,9 +181,7 @@ def _locality(reader: SysfsReader, node: int) -> tuple[str, ...]:
     if node < 0:
         return ()
     base = reader.root / "sys/devices/system"
-    all_nodes = [
-        int(name[4:]) for name in reader.names(base / "node") or () if name[4:].isdigit()
-    ]
+    all_nodes = [int(name[4:]) for name in reader.names(base / "node") or () if name[4:].isdigit()]
     if all_nodes in ([], [node]):
         return ()
     own = _package_of(reader, node)
@@ -204,9 +200,7 @@ def _package_of(reader: SysfsReader, node: int) -> str | None:
     return reader.text(base / f"cpu/cpu{first_cpu[0]}/topology/physical_package_id")
 
 
-def _in_hwloc_order(
-    devices: list[PciDevice], roots: dict[str, HostBridge]
-) -> list[PciDevice]:
+def _in_hwloc_order(devices: list[PciDevice], roots: dict[str, HostBridge]) -> list[PciDevice]:
     """Depth first below each root; roots by NUMA node, those without one last."""
     children: dict[str, list[PciDevice]] = {}
     for device in sorted(devices, key=lambda one: bdf.numbers(one.address)):
@@ -218,7 +212,8 @@ def _in_hwloc_order(
 
     ordered: list[PciDevice] = []
     stack = [
-        child for name in sorted(roots, key=root_key, reverse=True)
+        child
+        for name in sorted(roots, key=root_key, reverse=True)
         for child in reversed(children.get(name, []))
     ]
     while stack:

@@ -5,9 +5,9 @@ The rule, as of NIXL 0.9 to 1.5 (`src/utils/libfabric/libfabric_topology.cpp`, g
 1. Every visible NIC marks itself and all objects above it.
 2. Each NVIDIA GPU of the host, visible or not, walks up to the first marked object and stops there.
 3. Each NIC walks up to the first object at which a GPU stopped, and belongs to it.
-4. There the NICs, sorted by bus and device, are dealt in consecutive shares to the GPUs in the order
-   in which they came; the first ones get one more where it does not divide. Fewer NICs than GPUs:
-   every GPU gets all of them.
+4. There the NICs, sorted by bus and device, are dealt in consecutive shares to the GPUs in the
+   order in which they came; the first ones get one more where it does not divide. Fewer NICs than
+   GPUs: every GPU gets all of them.
 5. A GPU in no share is not in the map, and a lookup that fails yields every NIC.
 
 GPUs hidden from a container still take their share, because /sys shows them; NICs count only if
