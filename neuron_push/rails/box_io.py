@@ -111,8 +111,9 @@ def _device_problems(device: PciDevice) -> Iterator[str]:
     if not math.isfinite(link) or not 0 <= link <= MAX_LINK_GBYTE_PER_S:
         yield f"PCI device {device.address} has link_gbyte_per_s {link}; expected 0 to 10000"
     for name in ("vendor_id", "device_id", "class_id"):
-        if not 0 <= getattr(device, name) <= 0xFFFF:
-            yield f"PCI device {device.address} has {name} {getattr(device, name)}; 16 bits expected"
+        value = getattr(device, name)
+        if not 0 <= value <= 0xFFFF:
+            yield f"PCI device {device.address} has {name} {value}; 16 bits expected"
 
 
 def _loop_problems(by_address: dict[str, PciDevice], roots: set[str]) -> Iterator[str]:
@@ -124,7 +125,7 @@ def _loop_problems(by_address: dict[str, PciDevice], roots: set[str]) -> Iterato
             seen.append(name)
             name = by_address[name].parent
             if len(seen) > MAX_CHAIN:
-                yield f"the parents above PCI device {start} form a loop or a chain above {MAX_CHAIN}"
+                yield f"the parents above {start} form a loop or a chain of more than {MAX_CHAIN}"
                 return
         known_good.update(seen)
 

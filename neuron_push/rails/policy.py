@@ -77,7 +77,8 @@ class _Policy:
                 open_ones.append(one)
             else:
                 chosen[one.pci_address] = Chosen((), "none", "not visible to this process")
-        chosen.update(self._by_nearness(open_ones))
+        claimed = frozenset(nic for one in chosen.values() for nic in one.nics)
+        chosen.update(self._by_nearness(open_ones, claimed))
         return self._with_ties_spread(chosen)
 
     def _nics_below(self) -> dict[str, list[str]]:
@@ -136,9 +137,14 @@ class _Policy:
         stop, near = self._nearest(one.pci_address)
         level = self._topology.level(stop) if stop is not None else Level.MACHINE
         if level >= Level.HOST_BRIDGE and stop is not None:
-            if not set(present) <= set(near):
+            far = tuple(nic for nic in present if nic not in near)
+            present = tuple(nic for nic in present if nic in near)
+            if not present:
                 return None  # the tree contradicts the table: nearness decides, the doctor tells
             where = f"both below {self._topology.bridge_words(stop)}"
+            if far:
+                where += f"; {', '.join(far)} is not near here, against the table"
+                missing += far
         else:
             where = "no nearer NIC exists"
         if self._entry.pairing == "tie" and len(present) > 1:
@@ -150,9 +156,13 @@ class _Policy:
         index = f"device {row.index}" if one.kind == "neuron" else f"GPU {row.index}"
         return Chosen(present, "table", f"{table}, {index}; {where}", missing=missing)
 
-    def _by_nearness(self, accelerators: list[Accelerator]) -> dict[str, Chosen]:
+    def _by_nearness(
+        self, accelerators: list[Accelerator], claimed: frozenset[str]
+    ) -> dict[str, Chosen]:
+        """`claimed` are NICs that the table gave to others: they are shared only in need."""
         gpus = [one.pci_address for one in accelerators if one.kind == "cuda"]
-        shares = group(self._topology, gpus, self._usable)
+        free = [nic for nic in self._usable if nic not in claimed]
+        shares = group(self._topology, gpus, free)
         chosen = {}
         takers_by_numa: dict[int, list[str]] = {}
         for one in accelerators:
@@ -166,7 +176,9 @@ class _Policy:
             if one.kind == "neuron":
                 chosen[address] = self._one_of(near, "bridge", words)
             else:
-                share = shares.get(address, tuple(near))
+                share = shares.get(address, ())
+                if not share or not set(share) <= set(near):
+                    share = tuple(near)
                 if len(share) < len(near):
                     words += f"; its equal share, {len(share)} of {len(near)} NICs there"
                 chosen[address] = Chosen(share, "bridge", words)

@@ -70,6 +70,9 @@ class Selection(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
+        """False also for a machine without a device whose host memory would go by TCP."""
+        if not self.choices and self.host_memory.policy == "tcp":
+            return False
         return all(choice.is_good for choice in self.choices)
 
     def of_process_device(self, number: int) -> Choice | None:
@@ -185,7 +188,7 @@ class _Comparison:
         if set(nixl) != set(chosen.nics) and not set(nixl) <= set(chosen.candidates):
             return self._difference(chosen, nixl)
         if chosen.missing:
-            return "short", f"{', '.join(chosen.missing)} of the published table is missing here"
+            return "short", f"{', '.join(chosen.missing)} of the published table is not near here"
         if self._entry is not None and len(chosen.nics) < self._entry.rails_per_accelerator:
             wanted = f"{self._entry.instance_type} has {self._entry.rails_per_accelerator:g}"
             return "short", f"{len(chosen.nics)} rails where {wanted}"
