@@ -119,8 +119,8 @@ def _efa_mismatches(local: RailCard, remote: RailCard) -> list[Mismatch]:
             Mismatch(
                 "R26",
                 "fail" if None not in (one, other) else "warn",
-                f"{UNSOLICITED_VARIABLE} is {_words(one)} here and {_words(other)} there, with NIXL "
-                f"{local.nixl_version} and {remote.nixl_version}: where the two ends differ, "
+                f"{UNSOLICITED_VARIABLE} is {_words(one)} here and {_words(other)} there, with "
+                f"NIXL {local.nixl_version} and {remote.nixl_version}: where the two ends differ, "
                 "libfabric quietly emulates every WRITE",
                 f"set {UNSOLICITED_VARIABLE}=0 on both ends",
             )
@@ -139,8 +139,8 @@ def _efa_mismatches(local: RailCard, remote: RailCard) -> list[Mismatch]:
             Mismatch(
                 "R42",
                 "warn",
-                f"this rank has {len(local.rails)} rails and its partner {len(remote.rails)}: rail i "
-                "goes to rail i modulo the partner's number, so the slower end decides",
+                f"this rank has {len(local.rails)} rails and its partner {len(remote.rails)}: rail "
+                "i goes to rail i modulo the partner's number, so the slower end decides",
                 "nothing, if the instance types differ; else look for a missing NIC",
             )
         )

@@ -39,6 +39,7 @@ def judge(
     what: str,
     choice: Choice | None,
     names: Mapping[str, str],
+    *,
     actual: Sequence[str] | None,
     num_actual: int,
     num_rails: int | None,
@@ -52,7 +53,9 @@ def judge(
         {names.get(address, address) for address in choice.acceptable()} if choice else set()
     )
     wanted = [rail.name for rail in choice.rails] if choice else []
-    verdict, words = _judge(choice, acceptable, wanted, actual, num_actual, num_rails)
+    verdict, words = _judge(
+        choice, acceptable, wanted, actual=actual, num_actual=num_actual, num_rails=num_rails
+    )
     return RailCheck(
         what=what,
         pci_address=choice.pci_address if choice is not None else None,
@@ -68,6 +71,7 @@ def _judge(
     choice: Choice | None,
     acceptable: set[str],
     wanted: list[str],
+    *,
     actual: Sequence[str] | None,
     num_actual: int,
     num_rails: int | None,
@@ -111,7 +115,16 @@ def compare_log(selection: Selection, report: LogReport) -> list[RailCheck]:
             choice = selection.of_address(address)
             if choice is not None and choice.process_index >= 0:
                 what = f"{who}, map of {address}"
-                checks.append(judge(what, choice, names, nics, len(nics), agent.num_rails))
+                checks.append(
+                    judge(
+                        what,
+                        choice,
+                        names,
+                        actual=nics,
+                        num_actual=len(nics),
+                        num_rails=agent.num_rails,
+                    )
+                )
         for registration in agent.registrations:
             checks.append(_of_registration(selection, names, who, agent, registration))
     return checks
@@ -134,20 +147,33 @@ def _of_registration(
         return _of_host_memory(selection, names, what, actual, registration.num_rails)
     num_rails = agent.num_rails or (len(agent.rails) or None)
     choice = _choice_of(selection, registration)
-    return judge(what, choice, names, actual, registration.num_rails, num_rails)
+    return judge(
+        what,
+        choice,
+        names,
+        actual=actual,
+        num_actual=registration.num_rails,
+        num_rails=num_rails,
+    )
 
 
 def _choice_of(selection: Selection, registration: Registration) -> Choice | None:
-    """By the accelerator's address; for Neuron, where NIXL prints the NIC's, by device number."""
-    if registration.pci_address is not None:
-        choice = selection.of_address(registration.pci_address)
-        if choice is not None:
-            return choice
-    if any(choice.kind == "neuron" for choice in selection.choices):
-        by_number = selection.of_process_device(registration.device)
-        if by_number is not None:
-            return by_number
-    return selection.of_process_device(registration.device)
+    """The device of a registration.
+
+    For a GPU NIXL prints the GPU's address. For a Neuron device it prints the attached NIC's, and
+    the device number is the worker's own, so the NIC tells the device.
+    """
+    by_number = selection.of_process_device(registration.device)
+    address = registration.pci_address
+    if address is None:
+        return by_number
+    by_address = selection.of_address(address)
+    if by_address is not None:
+        return by_address
+    if by_number is not None and address in by_number.acceptable():
+        return by_number
+    owners = (choice for choice in selection.choices if address in choice.acceptable())
+    return next(owners, by_number)
 
 
 def _of_host_memory(
@@ -202,7 +228,16 @@ def compare_agent(
             if address is not None
             else selection.of_process_device(buffer.device)
         )
-        checks.append(judge(what, choice, names, actual, len(buffer.rails), agent.num_rails))
+        checks.append(
+            judge(
+                what,
+                choice,
+                names,
+                actual=actual,
+                num_actual=len(buffer.rails),
+                num_rails=agent.num_rails,
+            )
+        )
     return checks
 
 
