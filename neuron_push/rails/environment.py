@@ -136,10 +136,16 @@ def _pinning(
 
 
 def _needs_fork_safe(kernel: str | None) -> bool:
+    numbers = kernel_numbers(kernel)
+    return numbers is not None and numbers < FORK_SAFE_KERNEL
+
+
+def kernel_numbers(kernel: str | None) -> tuple[int, int] | None:
+    """(major, minor) of a kernel release; None if it is not known."""
     if kernel is None:
-        return False
+        return None
     try:
         major, minor = (int(part) for part in kernel.split("-")[0].split(".")[:2])
     except ValueError:
-        return False
-    return (major, minor) < FORK_SAFE_KERNEL
+        return None
+    return major, minor

@@ -91,6 +91,7 @@ class LogReport(msgspec.Struct):
     num_nixl_lines: int
     agents: list[AgentLog]
     troubles: list[Trouble]
+    nixl_version: str | None = None
 
     @property
     def has_failures(self) -> bool:
@@ -152,7 +153,8 @@ class _Parser:
 
     def report(self) -> LogReport:
         troubles = sorted(self._troubles.values(), key=lambda one: (one.level, one.first_line))
-        return LogReport(self._num_lines, self._num_nixl_lines, self._agents, troubles)
+        version = next(iter(self._version.values()), None)
+        return LogReport(self._num_lines, self._num_nixl_lines, self._agents, troubles, version)
 
     def _search_troubles(self, number: int, text: str, line: str) -> None:
         for index, pattern in enumerate(PATTERNS):
