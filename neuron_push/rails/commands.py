@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
 
 from . import report
+from .compare import compare_log
 from .environment import actuate
-from .errors import EXIT_GOOD, EXIT_PROBLEM, RailsError
+from .errors import EXIT_COULD_NOT_LOOK, EXIT_GOOD, EXIT_PROBLEM, RailsError
+from .log_parser import read_log
 from .model import SCHEMA_VERSION, Box
 from .select import Choice, Selection, select
+
+
+class DoctorRequest(msgspec.Struct):
+    """What `doctor` was asked beside the box."""
+
+    peer: str | None = None
+    peer_box: Path | None = None
+    log: Path | None = None
+    tensor_parallel: int = 1
+    strict: bool = False
+    info: bool = True
 
 
 def choice_of_device(selection: Selection, number: int) -> Choice:
@@ -50,3 +68,136 @@ def run_env(box: Box, device: int | None, *, same_host: bool, as_json: bool) -> 
     for note in actuation.notes:
         print(f"# {note}")
     return EXIT_GOOD if good else EXIT_PROBLEM
+
+
+def run_check_log(box: Box, log: Path, *, as_json: bool) -> int:
+    """Print what a log says about rails, per NIXL agent."""
+    found = read_log(log)
+    selection = select(box)
+    checks = compare_log(selection, found)
+    if not found.num_nixl_lines and not found.troubles:
+        raise RailsError(
+            f"{log} holds no line of NIXL's; start the server with NIXL_LOG_LEVEL=DEBUG (before "
+            "Python starts) and keep its stderr"
+        )
+    bad = found.has_failures or any(check.is_bad for check in checks)
+    if as_json:
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "good": not bad,
+            "num_lines": found.num_lines,
+            "num_nixl_lines": found.num_nixl_lines,
+            "agents": found.agents,
+            "checks": checks,
+            "troubles": found.troubles,
+        }
+        sys.stdout.write(report.encode(document))
+        return EXIT_PROBLEM if bad else EXIT_GOOD
+    from . import output_checks
+
+    out = output_checks.console()
+    output_checks.print_agents(found, out)
+    output_checks.print_checks(checks, out)
+    output_checks.print_troubles(found.troubles, out)
+    output_checks.print_end(bad, checks, out)
+    return EXIT_PROBLEM if bad else EXIT_GOOD
+
+
+def run_verify(
+    box: Box, device: int | None, *, backend: str, timeout_s: float, as_json: bool
+) -> int:
+    """Start NIXL in a child and print what it did."""
+    from .verify import verify
+
+    selection = select(box)
+    choice = choice_of_device(selection, device) if device is not None else None
+    done = verify(selection, choice, backend=backend, timeout_s=timeout_s)
+    if as_json:
+        document = {"schema_version": SCHEMA_VERSION, "good": done.is_good}
+        document |= msgspec.to_builtins(done)
+        sys.stdout.write(report.encode(document))
+    else:
+        from . import output_checks
+
+        out = output_checks.console()
+        output_checks.print_verification(done, out)
+    if done.could_not_look:
+        return EXIT_COULD_NOT_LOOK
+    return EXIT_GOOD if done.is_good else EXIT_PROBLEM
+
+
+def run_watch(
+    box: Box,
+    *,
+    root: Path,
+    seconds: float,
+    count: int,
+    device: int | None,
+    as_json: bool,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Print growth of counters, once per interval."""
+    from .watch import watch
+
+    if not 0 < seconds <= 86400:
+        raise RailsError(f"--seconds is {seconds}; expected more than 0 and at most 86400")
+    selection = select(box)
+    if device is not None:
+        choice_of_device(selection, device)
+    good = True
+    done = 0
+    try:
+        while count == 0 or done < count:
+            result = watch(selection, root=root, seconds=seconds, device=device, sleep=sleep)
+            good = good and result.good
+            done += 1
+            if as_json:
+                document = {"schema_version": SCHEMA_VERSION, **msgspec.to_builtins(result)}
+                sys.stdout.write(msgspec.json.encode(document).decode() + "\n")
+                sys.stdout.flush()
+            else:
+                from . import output_checks
+
+                output_checks.print_watch(result, output_checks.console())
+    except KeyboardInterrupt:
+        pass
+    return EXIT_GOOD if good else EXIT_PROBLEM
+
+
+def run_doctor(box: Box, request: DoctorRequest, *, root: Path | None, as_json: bool) -> int:
+    """Run all checks. `root` None means that the box comes from a file."""
+    from . import doctor
+    from .card import make_card
+    from .doctor_base import Situation
+    from .doctor_peer import split_peer, try_peer
+    from .machine import read_box
+    from .topology import Topology
+    from .watch import read_counters
+
+    selection = select(box)
+    situation = Situation(
+        selection=selection,
+        topology=Topology(box),
+        log=read_log(request.log) if request.log is not None else None,
+        peer=request.peer,
+        tensor_parallel=request.tensor_parallel,
+    )
+    if root is not None and box.nics:
+        try:
+            situation.counters = read_counters(root, [nic.name for nic in box.nics])
+        except RailsError:
+            situation.counters = None  # an old driver has none; nothing to conclude
+    if request.peer is not None:
+        split_peer(request.peer)
+        situation.peer_error = try_peer(request.peer)
+    if request.peer_box is not None:
+        situation.own_card = make_card(selection, None)
+        situation.peer_card = make_card(select(read_box(request.peer_box)), None)
+    diagnosis = doctor.diagnose(situation)
+    if as_json:
+        sys.stdout.write(report.encode(doctor.document(diagnosis)))
+    else:
+        from .output import console
+
+        doctor.print_diagnosis(diagnosis, console(), with_info=request.info)
+    return diagnosis.exit_code(strict=request.strict)

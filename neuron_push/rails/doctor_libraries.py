@@ -12,7 +12,7 @@ HOW_TO_GET = {
     "libfabric.so": "install libfabric 1.21 or newer with EFA: the EFA installer puts it into "
     "/opt/amazon/efa/lib, then export LD_LIBRARY_PATH=/opt/amazon/efa/lib:$LD_LIBRARY_PATH",
     "libhwloc.so": "sudo apt-get install libhwloc15 (or: sudo dnf install hwloc-libs)",
-    "libcudart.so": "pip install nvidia-cuda-runtime, and add its lib directory to LD_LIBRARY_PATH; "
+    "libcudart.so": "pip install nvidia-cuda-runtime and add its lib directory to LD_LIBRARY_PATH, "
     "on a host without GPU as well, because the plugin links against it",
     "libcuda.so": "install the NVIDIA driver; on a host without GPU put a stub libcuda.so.1 "
     "(cuda-compat or the toolkit's stubs directory) into LD_LIBRARY_PATH",

@@ -21,15 +21,8 @@ from .model import Host, Library, Plugin
 NIXL_DISTRIBUTIONS = ("nixl", "nixl-cu12", "nixl-cu13")
 PLUGIN_NAME = "libplugin_LIBFABRIC.so"
 # Part of every system; a plugin that lacks them has other troubles than rails.
-COMMON_LIBRARIES = (
-    "libc.so",
-    "libm.so",
-    "libstdc++",
-    "libgcc_s",
-    "libpthread",
-    "libdl",
-    "ld-linux",
-)
+COMMON_LIBRARIES = ("libc.so", "libm.so", "libstdc++", "libgcc_s", "libpthread", "libdl", "ld-")
+BUNDLED_LIBRARIES = ("libnixl", "libserdes", "libnuma-")
 LIBRARY_DIRECTORIES = (
     "/opt/amazon/efa/lib",
     "/opt/amazon/efa/lib64",
