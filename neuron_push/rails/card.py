@@ -98,7 +98,7 @@ def compare_cards(local: RailCard, remote: RailCard) -> list[Mismatch]:
         skew_s = abs(local.time_s - remote.time_s)
         found.append(
             Mismatch(
-                "D07",
+                "D22",
                 "warn",
                 f"the clocks of both ends differ by {skew_s:.0f} s",
                 "start chronyd or systemd-timesyncd on both",

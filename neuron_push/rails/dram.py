@@ -81,6 +81,8 @@ def predict_host_memory(box: Box, topology: Topology) -> HostMemoryRails:
         if len(own) < most:
             others = [name for other, names in homes.items() if other != node for name in names]
             homes[node] = own + others
+    for node in range(len(by_node), nodes):  # NIXL has no entry for them, and uses all rails
+        homes[node] = [nic.pci_address for nic in nics]
     return HostMemoryRails("numa", most, f"{words} feed {most} NICs of {up} Gb/s each", homes)
 
 
