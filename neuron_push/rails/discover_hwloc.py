@@ -25,11 +25,6 @@ _PORT_STATES = {"1": "DOWN", "2": "INIT", "3": "ARMED", "4": "ACTIVE"}
 _IO_TYPES = ("Bridge", "PCIDev", "OSDev", "Misc")
 
 
-def looks_like_xml(raw: bytes) -> bool:
-    """Whether the bytes start like an XML file."""
-    return raw.lstrip()[:1] == b"<"
-
-
 def box_from_hwloc(path: Path) -> Box:
     """Read an hwloc XML file."""
     try:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import bdf, box_io, instances
-from .discover_hwloc import box_from_hwloc, looks_like_xml
-from .discover_sysfs import SysfsReader, pci_and_nics
-from .environ_filter import relevant_environment
 from .errors import RailsError
 from .model import Accelerator, Box
+
+if TYPE_CHECKING:
+    from .discover_sysfs import SysfsReader
 
 LIBNRT_NAMES = ("libnrt.so.1", "/opt/aws/neuron/lib/libnrt.so.1")
 _AWS_TYPE = re.compile(r"[a-z][a-z0-9-]*\.(?:\d*x?large|metal|\d+xlarge|metal-\d+xl)")
@@ -27,14 +27,21 @@ def read_box(path: Path, instance_type: str | None = None) -> Box:
             head = file.read(256)
     except OSError:
         head = b""  # load_box says what is wrong with the path
-    box = box_from_hwloc(path) if looks_like_xml(head) else box_io.load_box(path)
-    if looks_like_xml(head):
+    if head.lstrip()[:1] == b"<":
+        from .discover_hwloc import box_from_hwloc
+
+        box = box_from_hwloc(path)
         box_io.check_box(box, str(path))
+    else:
+        box = box_io.load_box(path)
     return _named(box, instance_type)
 
 
 def look(root: Path = Path("/"), instance_type: str | None = None) -> Box:
     """This machine, or a tree captured below `root`, as far as the choice of rails needs it."""
+    from .discover_sysfs import pci_and_nics
+    from .environ_filter import relevant_environment
+
     if not root.is_dir():
         raise RailsError(f"--root {root} is no directory; expected one that holds sys/")
     box, reader = pci_and_nics(root)
@@ -97,6 +104,8 @@ def _mark_neuron(reader: SysfsReader, neuron: list[Accelerator], nodes: list[str
 
 def _resolve_cuda_uuids(box: Box, reader: SysfsReader, environment: Mapping[str, str]) -> None:
     """Replace GPU UUIDs in CUDA_VISIBLE_DEVICES by indices, so that a box holds none."""
+    from .environ_filter import relevant_environment
+
     text = environment.get("CUDA_VISIBLE_DEVICES", "")
     if "GPU-" not in text:
         return
@@ -116,6 +125,8 @@ def _has_attached_efa_call(box: Box) -> bool | None:
     """Whether libnrt can name a buffer's NIC. Loading the library claims no core."""
     if not any(one.kind == "neuron" for one in box.accelerators):
         return None
+    import ctypes
+
     for name in LIBNRT_NAMES:
         try:
             library = ctypes.CDLL(name)

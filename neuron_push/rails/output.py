@@ -6,13 +6,14 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from . import bdf
-from .predict import Prediction
 from .select import Choice, Selection
 from .topology import Level, Topology
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
+
+    from .predict import Prediction
 
 MAX_ROWS = 256
 WIDTH_WITHOUT_TERMINAL = 132

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .model import SCHEMA_VERSION, nic_is_efa
-from .predict import Prediction
-from .select import Choice, Selection
+
+if TYPE_CHECKING:
+    from .predict import Prediction
+    from .select import Choice, Selection
 
 JsonObject = dict[str, Any]
 

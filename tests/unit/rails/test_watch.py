@@ -14,6 +14,7 @@ from neuron_push.rails.watch import Snapshot, WatchResult, explain, read_counter
 from .conftest import put
 
 MB = 10**6
+MOVING = ("rdma_write_bytes", "rdma_write_recv_bytes", "send_bytes")
 
 
 def after(box: Box, **growth: dict[str, int]) -> WatchResult:
@@ -21,7 +22,7 @@ def after(box: Box, **growth: dict[str, int]) -> WatchResult:
 
 
 def compared(box: Box, device: int | None, growth: dict[str, dict[str, int]]) -> WatchResult:
-    zero = {"rdma_write_bytes": 0, "rdma_write_recv_bytes": 0, "send_bytes": 0}
+    zero = dict.fromkeys((*MOVING, "unresponsive_remote_events"), 0)
     before: Snapshot = {nic.name: dict(zero) for nic in box.nics}
     later = {name: values | growth.get(name, {}) for name, values in before.items()}
     return explain(select(box), before, later, seconds=1.0, device=device)
