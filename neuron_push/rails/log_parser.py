@@ -17,11 +17,9 @@ import msgspec
 
 from . import bdf
 from .errors import RailsError
-from .log_patterns import PATTERNS, Pattern
+from .log_patterns import ALARM_WORDS, PATTERNS, Pattern
 
-_PREFIX = re.compile(
-    r"(?P<before>.*?)\b[IWEF]\d{4} [\d:.]+\s+(?P<thread>\d+) [\w.]+:\d+\] ?(?P<text>.*)"
-)
+_PREFIX = re.compile(r"\b[IWEF]\d{4} [\d:.]+\s+(?P<thread>\d+) [\w.]+:\d+\] ?(?P<text>.*)")
 _VERSION = re.compile(r"NIXL version: (\S+)")
 _DISCOVERED = re.compile(r"Discovered (\d+) (EFA|CXI|tcp|sockets) devices")
 _MANAGER = re.compile(r"Creating rail manager")
@@ -140,12 +138,12 @@ class _Parser:
 
     def line(self, number: int, line: str) -> None:
         self._num_lines += 1
-        match = _PREFIX.match(line)
+        match = _PREFIX.search(line)
         if match is None:
             self._search_troubles(number, line, line)
             return
         self._num_nixl_lines += 1
-        thread = f"{match['before'].strip()} {match['thread']}".strip()
+        thread = f"{line[: match.start()].strip()} {match['thread']}".strip()
         text = match["text"]
         self._search_troubles(number, text, line)
         self._setup(thread, text)
@@ -157,6 +155,8 @@ class _Parser:
         return LogReport(self._num_lines, self._num_nixl_lines, self._agents, troubles, version)
 
     def _search_troubles(self, number: int, text: str, line: str) -> None:
+        if not any(word in text for word in ALARM_WORDS):
+            return
         for index, pattern in enumerate(PATTERNS):
             if pattern.text.search(text):
                 self._count(index, pattern, number, line)

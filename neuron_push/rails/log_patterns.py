@@ -224,3 +224,26 @@ PATTERNS = (
         "set FI_EFA_FORK_SAFE=1",
     ),
 )
+
+# Every pattern's lines hold one of these: a cheap test before the expensive ones.
+ALARM_WORDS = (
+    "rail",
+    "EFA",
+    "FABRIC",
+    "fabric",
+    "fallback",
+    "returning all",
+    "network",
+    "hwloc",
+    "libnrt",
+    "grouping failed",
+    "CUDA device",
+    "from memory",
+    "configuration value",
+    "wire limit",
+    "dest_data_ep_",
+    "Handshake from",
+    "CQ error",
+    "unsolicited",
+    "fork()",
+)
