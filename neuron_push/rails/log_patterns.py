@@ -228,6 +228,8 @@ PATTERNS = (
 # Every pattern's lines hold one of these: a cheap test before the expensive ones.
 ALARM_WORDS = (
     "rail",
+    "Rail count",
+    "FI_HMEM",
     "EFA",
     "FABRIC",
     "fabric",
