@@ -96,4 +96,8 @@ def print_diagnosis(diagnosis: Diagnosis, out: Console, *, with_info: bool = Tru
     elif diagnosis.count("unknown"):
         out.print("no problem was found, but not everything could be seen", style="magenta")
     else:
-        out.print(f"no problem was found, {warns} warnings", style="green")
+        out.print(f"no problem was found, {_count(warns, 'warning')}", style="green")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
