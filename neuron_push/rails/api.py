@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from . import bdf
 from .card import RailCard, make_card
 from .compare import RailCheck, compare_agent
 from .compare import compare_log as _compare_log
@@ -30,9 +31,21 @@ Device = int | str | None
 """A process-local number, a PCI address, or None for host memory."""
 
 
-def select_here(environ: Mapping[str, str] | None = None, root: Path = Path("/")) -> Selection:
-    """Look at this machine and choose. `environ` defaults to this process's environment."""
+def select_here(
+    environ: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+    *,
+    attached_nics: Mapping[str, str] | None = None,
+) -> Selection:
+    """Look at this machine and choose.
+
+    `environ` defaults to this process's environment. `attached_nics` maps the PCI address of a
+    Neuron device to that of its NIC, where nrt_get_attached_efa_bdf was asked.
+    """
     box = look(root)
+    for one in box.accelerators:
+        if attached_nics and one.pci_address in attached_nics:
+            one.attached_nic = bdf.normalise(attached_nics[one.pci_address])
     if environ is not None:
         box.env = relevant_environment(environ)
     return select(box)
@@ -45,8 +58,6 @@ def choice_for(selection: Selection, device: Device) -> Choice | None:
     if isinstance(device, int):
         choice = selection.of_process_device(device)
     else:
-        from . import bdf
-
         choice = selection.of_address(bdf.normalise(device))
     if choice is None:
         raise RailsError(f"device {device} is not among the accelerators that this process sees")

@@ -110,9 +110,10 @@ def show(
             block_tokens=block_tokens,
         )
     if svg is not None:
+        from .commands import write_text
         from .svg import draw
 
-        _write(svg, draw(selection))
+        write_text(svg, draw(selection))
     if as_json:
         sys.stdout.write(report.encode(report.show_document(selection, prediction)))
     else:
@@ -141,6 +142,10 @@ def env(
     host_memory: Annotated[
         bool, typer.Option("--host-memory", help="KV lives in host memory, not on a device.")
     ] = False,
+    write_hwloc: Annotated[
+        Path | None,
+        typer.Option("--write-hwloc", metavar="FILE", help="Hide a host's other GPUs from NIXL."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Print the environment that makes a device use its rails, as shell lines.
@@ -149,11 +154,18 @@ def env(
     Examples:
       eval "$(neuron-push rails env --device 3)"
       neuron-push rails env --device 0 --from box.json --json
+      eval "$(neuron-push rails env --device 0 --write-hwloc /tmp/gpu0.xml)"
     """
     from .commands import run_env
 
     box = _box(from_, root, instance_type)
-    return run_env(box, None if host_memory else device, same_host=same_host, as_json=as_json)
+    return run_env(
+        box,
+        None if host_memory else device,
+        same_host=same_host,
+        write_hwloc=write_hwloc,
+        as_json=as_json,
+    )
 
 
 @rails_app.command()
@@ -177,6 +189,7 @@ def capture(
       neuron-push rails capture --from lstopo.xml --instance-type p5en.48xlarge -o box.json
     """
     from . import box_io
+    from .commands import write_text
     from .host_facts import fill_host
 
     box = _box(from_, root, instance_type)
@@ -184,7 +197,7 @@ def capture(
         fill_host(box, root)
     text = box_io.dump_box(box).decode()
     if output is not None:
-        _write(output, text)
+        write_text(output, text)
     else:
         sys.stdout.write(text)
     return EXIT_COULD_NOT_LOOK if not box.pci and box.gaps else EXIT_GOOD
@@ -328,13 +341,6 @@ def _box(from_: Path | None, root: Path, instance_type: str | None) -> Box:
     from .machine import look, read_box
 
     return read_box(from_, instance_type) if from_ is not None else look(root, instance_type)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise RailsError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from . import report
 from .compare import compare_log
-from .environment import actuate
+from .environment import Actuation, Setting, actuate
 from .errors import EXIT_COULD_NOT_LOOK, EXIT_GOOD, EXIT_PROBLEM, RailsError
 from .log_parser import read_log
 from .model import SCHEMA_VERSION, Box
@@ -40,12 +40,16 @@ def choice_of_device(selection: Selection, number: int) -> Choice:
     return choice
 
 
-def run_env(box: Box, device: int | None, *, same_host: bool, as_json: bool) -> int:
+def run_env(
+    box: Box, device: int | None, *, same_host: bool, write_hwloc: Path | None, as_json: bool
+) -> int:
     """Print the environment of one worker. `device` None means host memory."""
     selection = select(box)
     choice = choice_of_device(selection, device) if device is not None else None
     actuation = actuate(selection, choice, box.env, same_host=same_host)
     good = not actuation.kept and (choice is None or choice.is_good)
+    if write_hwloc is not None:
+        good = _hide_other_gpus(selection, choice, actuation, write_hwloc)
     if as_json:
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -68,6 +72,35 @@ def run_env(box: Box, device: int | None, *, same_host: bool, as_json: bool) -> 
     for note in actuation.notes:
         print(f"# {note}")
     return EXIT_GOOD if good else EXIT_PROBLEM
+
+
+def _hide_other_gpus(
+    selection: Selection, choice: Choice | None, actuation: Actuation, path: Path
+) -> bool:
+    """Write a topology with one GPU, and settings to match. True if the rails are right then."""
+    from .hwloc_xml import pruned_to, to_xml
+
+    if choice is None:
+        raise RailsError("--write-hwloc needs --device: host memory belongs to no GPU")
+    box = pruned_to(selection, choice)
+    write_text(path, to_xml(box))
+    names = ",".join(rail.name for rail in choice.rails)
+    box.env = box.env | {"FI_EFA_IFACE": names}
+    actuation.settings += [
+        Setting("FI_EFA_IFACE", names, choice.reason),
+        Setting("HWLOC_XMLFILE", str(path.resolve()), "shows NIXL this GPU only"),
+    ]
+    actuation.notes.clear()
+    then = select(box).of_address(choice.pci_address)
+    return then is not None and {rail.name for rail in then.nixl_rails} == set(names.split(","))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file. RailsError if that cannot be done."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise RailsError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def run_check_log(box: Box, log: Path, *, as_json: bool) -> int:

@@ -240,8 +240,8 @@ def hwloc(situation: Situation) -> Iterator[Finding]:
 
 def ucx(situation: Situation) -> Iterator[Finding]:
     selection = situation.selection
-    others = [nic for nic in selection.box.nics if nic not in visible_efa(selection.box)]
-    if others and not visible_efa(selection.box) and "UCX_NET_DEVICES" not in selection.box.env:
+    box = selection.box
+    if box.nics and not visible_efa(box) and "UCX_NET_DEVICES" not in box.env:
         yield Finding(
             "R12",
             "warn",

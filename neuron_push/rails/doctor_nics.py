@@ -78,9 +78,8 @@ def nic_count(situation: Situation) -> Iterator[Finding]:
 def other_nics(situation: Situation) -> Iterator[Finding]:
     box = situation.selection.box
     devices = box.pci_by_address()
-    efa = [nic for nic in box.nics if nic_is_efa(nic, devices.get(nic.pci_address))]
-    others = [nic for nic in box.nics if nic not in efa]
-    if not efa or not others:
+    others = [nic for nic in box.nics if not nic_is_efa(nic, devices.get(nic.pci_address))]
+    if not others or len(others) == len(box.nics):
         return
     yield Finding(
         "R17",

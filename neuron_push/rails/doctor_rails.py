@@ -77,7 +77,7 @@ def _verdict_finding(verdict: str, words: str, reason: str, who: str, kind: str)
             "fail",
             f"{who}: {words} ({reason})",
             "GPUs that the container does not see take their share of its NICs",
-            f"{ALL_NICS}, or a hwloc XML pruned to this GPU together with FI_EFA_IFACE",
+            f"{ALL_NICS}, or hide the others: neuron-push rails env --device N --write-hwloc FILE",
         )
     if verdict == "no_rail":
         return Finding(

@@ -112,9 +112,9 @@ def _pinning(
         if not choice.is_good:
             notes.append(
                 f"{choice.words}: FI_EFA_IFACE alone cannot mend it, because NIXL also counts GPUs "
-                "that this process does not see; give the container every NIC of the host, or "
-                "HWLOC_XMLFILE pruned to this GPU together with FI_EFA_IFACE="
-                + ",".join(rail.name for rail in choice.rails)
+                "that this process does not see; give the container every NIC of the host, or hide "
+                "the other GPUs: neuron-push rails env --device N --write-hwloc FILE sets "
+                "HWLOC_XMLFILE and FI_EFA_IFACE"
             )
         return []
     if current_env.get(SKIP_AFFINITY_VARIABLE, "").lower() in ("1", "true", "yes"):

@@ -52,6 +52,12 @@ def look(root: Path = Path("/"), instance_type: str | None = None) -> Box:
         _resolve_cuda_uuids(box, reader, os.environ)
     box.instance_type = _product_name(reader)
     box = _named(box, instance_type)
+    if live:
+        from .neuron_ls import number_devices
+
+        failure = number_devices(box)
+        if failure is not None:
+            reader.gap(failure)
     _mark_visible(box, reader)
     box.gaps = tuple(reader.gaps)
     return box

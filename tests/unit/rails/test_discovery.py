@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from neuron_push.rails import bdf, box_io, discover_hwloc, machine, nixl_rule
+from neuron_push.rails import bdf, box_io, discover_hwloc, machine, neuron_ls, nixl_rule
 from neuron_push.rails.discover_common import link_gbyte_per_s
 from neuron_push.rails.errors import RailsError
 from neuron_push.rails.model import Box
@@ -247,3 +247,36 @@ def test_what_is_no_address(text: str) -> None:
     assert not bdf.is_address(text)
     with pytest.raises(RailsError):
         bdf.normalise(text)
+
+
+def fake_neuron_ls(tmp_path: Path, output: str, code: int = 0) -> Path:
+    path = tmp_path / "neuron-ls"
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {code}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_neuron_ls_numbers_devices_where_no_table_does(tmp_path: Path) -> None:
+    box = load("trn3pds")
+    wanted = {one.pci_address: one.index for one in box.accelerators}
+    for one in box.accelerators:
+        one.index = -1
+    assert {choice.verdict for choice in select(box).choices} == {"tie"}
+    listing = [
+        {"neuron_device": index, "bdf": address[5:].upper(), "numa_node": "1"}
+        for address, index in wanted.items()
+    ]
+    tool = fake_neuron_ls(tmp_path, json.dumps(listing))
+    assert neuron_ls.number_devices(box, tool) is None
+    assert {one.pci_address: one.index for one in box.accelerators} == wanted
+    assert {choice.verdict for choice in select(box).choices} == {"good"}
+
+
+@pytest.mark.parametrize(("output", "code"), [("[]", 1), ("nonsense", 0), ("[{}]", 0), ("7", 0)])
+def test_neuron_ls_that_fails_is_a_gap(output: str, code: int, tmp_path: Path) -> None:
+    box = load("trn1n.32xlarge")
+    sentence = neuron_ls.number_devices(box, fake_neuron_ls(tmp_path, output, code))
+    assert sentence is not None
+    assert "are not known" in sentence
+    assert neuron_ls.number_devices(box, tmp_path / "absent") is not None
+    assert neuron_ls.number_devices(load("trn2.48xlarge"), tmp_path / "absent") is None

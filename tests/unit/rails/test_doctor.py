@@ -20,7 +20,7 @@ from neuron_push.rails.topology import Topology
 
 from .conftest import load
 from .test_logs import P5EN, device_memory, efa_agent, line
-from .test_select import open_only, show_gpus
+from .test_select import many_devices, open_only, show_gpus
 
 Scenario = Callable[[], Situation]
 
@@ -485,6 +485,14 @@ def test_trying_a_peer() -> None:
         port = server.getsockname()[1]
         assert doctor_peer.try_peer(f"127.0.0.1:{port}") is None
     assert doctor_peer.try_peer(f"127.0.0.1:{port}")
+
+
+def test_ten_thousand_devices_stay_fast() -> None:
+    import time
+
+    start = time.process_time()
+    doctor.diagnose(situation(many_devices()))
+    assert time.process_time() - start < 8
 
 
 def test_versions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,8 @@ from neuron_push.rails.errors import RailPolicyError, RailsError
 from neuron_push.rails.metadata import MAGIC, NO_KEY, parse_metadata
 from neuron_push.rails.model import Box
 from neuron_push.rails.select import select
+
+from .conftest import put, write_sysfs
 
 
 def record(tag: str, payload: bytes) -> bytes:
@@ -183,3 +186,18 @@ def test_one_line_at_start(trn2: Box) -> None:
     assert "rails=rdmap202s0" in text
     assert "verdict=good" in text
     assert "host memory" in api.start_line(0, None, selection)
+
+
+def test_looking_at_a_machine_with_the_runtimes_answer(trn2: Box, tmp_path: Path) -> None:
+    write_sysfs(trn2, tmp_path)
+    selection = api.select_here(
+        {"FI_EFA_IFACE": "rdmap201s0"}, tmp_path, attached_nics={"0000:cc:00.0": "0:CA:00.0"}
+    )
+    choice = api.choice_for(selection, 0)
+    assert choice is not None
+    assert [rail.pci_address for rail in choice.rails] == ["0000:ca:00.0"]
+    assert choice.source == "runtime"
+    assert choice.verdict == "differs"  # FI_EFA_IFACE hides the attached NIC
+    put(tmp_path / "sys/class/infiniband/rdmap201s0/ports/1/gids/0", gid_text(1).upper())
+    assert api.nics_by_gid(tmp_path) == {gid_text(1): "rdmap201s0"}
+    assert api.nics_by_gid(tmp_path / "absent") == {}
