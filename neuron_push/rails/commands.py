@@ -11,12 +11,21 @@ from pathlib import Path
 import msgspec
 
 from . import report
+from .card import RailCard
 from .compare import compare_log
 from .environment import Actuation, Setting, actuate
 from .errors import EXIT_COULD_NOT_LOOK, EXIT_GOOD, EXIT_PROBLEM, RailsError
 from .log_parser import read_log
 from .model import SCHEMA_VERSION, Box
 from .select import Choice, Selection, select
+
+PeerCardFetcher = Callable[[str], RailCard]
+"""Given HOST:PORT, fetch the other end's rail card; RailsError with a sentence if that fails.
+
+This package knows no side channel. Whoever does (the main command) puts a function here, and
+`doctor --peer` then compares both cards.
+"""
+peer_card_fetcher: PeerCardFetcher | None = None
 
 
 class DoctorRequest(msgspec.Struct):
@@ -223,6 +232,12 @@ def run_doctor(box: Box, request: DoctorRequest, *, root: Path | None, as_json: 
     if request.peer is not None:
         split_peer(request.peer)
         situation.peer_error = try_peer(request.peer)
+        if situation.peer_error is None and peer_card_fetcher is not None:
+            try:
+                situation.peer_card = peer_card_fetcher(request.peer)
+                situation.own_card = make_card(selection, None, time_s=time.time())
+            except RailsError as error:
+                situation.peer_error = str(error)
     if request.peer_box is not None:
         situation.own_card = make_card(selection, None)
         situation.peer_card = make_card(select(read_box(request.peer_box)), None)

@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .machine import LIBNRT_NAMES
+
 NRT_NO_FRAMEWORK = 1
 NRT_DEVICE_PLACEMENT = 0
-LIBNRT_NAMES = ("libnrt.so.1", "/opt/aws/neuron/lib/libnrt.so.1")
 
 
 class NoDeviceMemoryError(Exception):

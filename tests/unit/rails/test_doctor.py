@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from neuron_push.rails import doctor, doctor_peer, machine
-from neuron_push.rails.card import make_card
+from neuron_push.rails import commands, doctor, doctor_peer, machine
+from neuron_push.rails.card import RailCard, make_card
 from neuron_push.rails.doctor_base import Situation, version_tuple
 from neuron_push.rails.errors import RailsError
 from neuron_push.rails.log_parser import parse_log
@@ -493,6 +493,26 @@ def test_ten_thousand_devices_stay_fast() -> None:
     start = time.process_time()
     doctor.diagnose(situation(many_devices()))
     assert time.process_time() - start < 8
+
+
+def test_a_fetched_card_is_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetch(peer: str) -> RailCard:
+        if fails:
+            raise RailsError(f"{peer} refused the key")
+        return make_card(select(open_only(healthy(P5), "55", "56")), None)
+
+    fails = False
+    monkeypatch.setattr(commands, "peer_card_fetcher", fetch)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = f"127.0.0.1:{server.getsockname()[1]}"
+        request = commands.DoctorRequest(peer=peer)
+        commands.run_doctor(healthy(P5), request, root=None, as_json=False)
+        assert "this end has 16 NICs and the other 2" in capsys.readouterr().out
+        fails = True
+        assert commands.run_doctor(healthy(P5), request, root=None, as_json=False) == 1
+        assert "refused the key" in capsys.readouterr().out
 
 
 def test_versions() -> None:
