@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .predict import Prediction
 
 MAX_ROWS = 256
-WIDTH_WITHOUT_TERMINAL = 132
+WIDTH_WITHOUT_TERMINAL = 160
 _STYLE_BY_VERDICT = {"good": "green", "tie": "yellow", "hidden": "dim"}
 _WORD_BY_VERDICT = {
     "good": "good",

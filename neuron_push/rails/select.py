@@ -185,7 +185,8 @@ class _Comparison:
             )
         if nixl is None:
             return "tie", "undecided between equally near NICs; the Neuron runtime knows"
-        if set(nixl) != set(chosen.nics) and not set(nixl) <= set(chosen.candidates):
+        is_candidate = len(nixl) == 1 and nixl[0] in chosen.candidates
+        if set(nixl) != set(chosen.nics) and not is_candidate:
             return self._difference(chosen, nixl)
         if chosen.missing:
             return "short", f"{', '.join(chosen.missing)} of the published table is not near here"

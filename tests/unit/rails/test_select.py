@@ -155,6 +155,14 @@ def test_trn1_reports_a_tie() -> None:
     assert "runtime decides" in choice.rails[0].reason
 
 
+def test_all_candidates_of_a_tie_are_too_many() -> None:
+    box = open_only(load("trn1.32xlarge"), "10")
+    box.host.has_attached_efa_call = False
+    choice = next(one for one in select(box).choices if one.pci_address == "0000:10:1c.0")
+    assert len(choice.nixl_rails) == len(choice.candidates) == 2
+    assert choice.verdict == "all_rails"
+
+
 @pytest.mark.parametrize("name", ["trn2.3xlarge", "trn2.48xlarge-no-efa"])
 def test_launched_without_efa(name: str) -> None:
     selection = select(load(name))
