@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -229,6 +230,11 @@ def run_doctor(box: Box, request: DoctorRequest, *, root: Path | None, as_json: 
             situation.counters = read_counters(root, [nic.name for nic in box.nics])
         except RailsError:
             situation.counters = None  # an old driver has none; nothing to conclude
+    if root is not None and "HWLOC_XMLFILE" in os.environ:
+        try:
+            situation.hwloc_xml = Path(os.environ["HWLOC_XMLFILE"]).read_bytes()
+        except OSError:
+            situation.hwloc_xml = b""
     if request.peer is not None:
         split_peer(request.peer)
         situation.peer_error = try_peer(request.peer)

@@ -44,6 +44,8 @@ class Situation(msgspec.Struct):
     peer_error: str | None = None
     """Why the peer could not be reached; None if it could, or if nobody tried."""
     tensor_parallel: int = 1
+    hwloc_xml: bytes | None = None
+    """Content of HWLOC_XMLFILE, if it is set here; empty if the file cannot be read."""
 
 
 Check = Callable[[Situation], Iterator[Finding]]

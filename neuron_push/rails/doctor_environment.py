@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from .discover_hwloc import box_from_hwloc_xml
 from .doctor_base import Check, Finding, Situation, some
+from .errors import RailsError
 from .nixl_rule import visible_efa
 
 KNOWN_NIXL_VARIABLES = frozenset(
@@ -220,13 +222,14 @@ def neuron(situation: Situation) -> Iterator[Finding]:
 def hwloc(situation: Situation) -> Iterator[Finding]:
     env = situation.selection.box.env
     if "HWLOC_XMLFILE" in env:
+        level, words = _hwloc_file(situation)
         yield Finding(
             "R48",
-            "warn",
-            f"HWLOC_XMLFILE is set to {env['HWLOC_XMLFILE']}",
-            "NIXL takes the topology from that file; a stale one, or one with comments before its "
-            "DOCTYPE, misleads it",
-            "compare: neuron-push rails show --from FILE against neuron-push rails show",
+            level,
+            f"HWLOC_XMLFILE is set to {env['HWLOC_XMLFILE']}{words}",
+            "NIXL takes the topology from that file, and a wrong one misleads it",
+            "unset HWLOC_XMLFILE, or make the file anew: neuron-push rails env --device N "
+            "--write-hwloc FILE",
         )
     if "-pci" in env.get("HWLOC_COMPONENTS", ""):
         yield Finding(
@@ -236,6 +239,25 @@ def hwloc(situation: Situation) -> Iterator[Finding]:
             "NIXL finds no accelerator, so device memory cannot be registered",
             "unset HWLOC_COMPONENTS",
         )
+
+
+def _hwloc_file(situation: Situation) -> tuple[str, str]:
+    """How bad a file of topology is, and what is wrong with it."""
+    raw = situation.hwloc_xml
+    if raw is None:
+        return "warn", ""
+    if not raw:
+        return "fail", ", which cannot be read"
+    if b"<!--" in raw.split(b"<!DOCTYPE")[0]:
+        return "fail", ", which has a comment before its DOCTYPE: hwloc's own reader refuses it"
+    try:
+        told = {nic.pci_address for nic in box_from_hwloc_xml(raw, "it").nics}
+    except RailsError as error:
+        return "fail", f", and {error}"
+    here = {nic.pci_address for nic in situation.selection.box.nics}
+    if not here <= told:
+        return "fail", f", which lacks {some(sorted(here - told))}"
+    return "info", ""
 
 
 def ucx(situation: Situation) -> Iterator[Finding]:

@@ -31,7 +31,10 @@ LIBRARY_DIRECTORIES = (
     "/usr/lib64",
     "/usr/local/lib",
 )
-VERBS_DIRECTORIES = ("libibverbs", "../libibverbs")
+SYSTEM_PLUGINS = (
+    "/usr/local/nixl/lib/x86_64-linux-gnu/plugins",
+    "/usr/local/nixl/lib/aarch64-linux-gnu/plugins",
+)
 PROBE_TIMEOUT_S = 30.0
 
 _PROBE = """
@@ -116,7 +119,7 @@ def _plugin_paths() -> list[Path]:
     if override:
         path = Path(override) / PLUGIN_NAME
         return [path] if path.exists() else []
-    found = []
+    found = [path for place in SYSTEM_PLUGINS if (path := Path(place) / PLUGIN_NAME).exists()]
     for entry in sys.path:
         for name in ("cu12", "cu13"):
             path = Path(entry) / f".nixl_{name}.mesonpy.libs" / "plugins" / PLUGIN_NAME

@@ -13,6 +13,7 @@ from neuron_push.rails import commands, doctor, doctor_peer, machine
 from neuron_push.rails.card import RailCard, make_card
 from neuron_push.rails.doctor_base import Situation, version_tuple
 from neuron_push.rails.errors import RailsError
+from neuron_push.rails.hwloc_xml import to_xml
 from neuron_push.rails.log_parser import parse_log
 from neuron_push.rails.model import Box, Library, Plugin
 from neuron_push.rails.select import select
@@ -471,6 +472,27 @@ def test_this_machine() -> None:
     found = doctor.diagnose(situation(box))
     if not box.nics and box.host.container != "gvisor":
         assert found.exit_code() == 1
+
+
+COMMENT = b"<?xml version='1.0'?><!-- hello --><!DOCTYPE topology><topology/>"
+
+
+@pytest.mark.parametrize(
+    ("raw", "level", "words"),
+    [
+        (b"", "fail", "cannot be read"),
+        (COMMENT, "fail", "comment before its DOCTYPE"),
+        (b"<topology>", "fail", "no well-formed XML"),
+        (b"<!DOCTYPE topology><topology/>", "fail", "lacks 0000:55:00.0"),
+        (to_xml(load(P5)).encode(), "info", "/x.xml"),
+    ],
+)
+def test_topology_files(raw: bytes, level: str, words: str) -> None:
+    made = with_env(HWLOC_XMLFILE="/x.xml")()
+    made.hwloc_xml = raw
+    (found,) = [one for one in doctor.diagnose(made).all_findings() if one.check == "R48"]
+    assert found.level == level
+    assert words in found.what
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:x", "host:70000", "host:0"])
