@@ -91,7 +91,8 @@ def print_diagnosis(diagnosis: Diagnosis, out: Console, *, with_info: bool = Tru
     fails, warns = diagnosis.count("fail"), diagnosis.count("warn")
     if fails:
         out.print(
-            f"{fails} problems and {warns} warnings; mend them from the top", style="bold red"
+            f"{_count(fails, 'problem')}, {_count(warns, 'warning')}; mend them from the top",
+            style="bold red",
         )
     elif diagnosis.count("unknown"):
         out.print("no problem was found, but not everything could be seen", style="magenta")

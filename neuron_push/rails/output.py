@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 256
 WIDTH_WITHOUT_TERMINAL = 160
+WIDTH_OF_REASONS = 110
 _STYLE_BY_VERDICT = {"good": "green", "tie": "yellow", "hidden": "dim"}
 _WORD_BY_VERDICT = {
     "good": "good",
@@ -98,23 +99,29 @@ def _print_table(selection: Selection, out: Console) -> None:
 
     total = len(selection.box.nics)
     reasons = _shared_reasons(selection.choices)
+    is_wide = out.width >= WIDTH_OF_REASONS
     table = Table(box=borders.SIMPLE_HEAD, pad_edge=False)
-    for name in ("device", "PCI address", "NUMA", "rails to use", "rails NIXL takes", "verdict"):
-        table.add_column(name, no_wrap=name != "rails to use", overflow="fold")
-    table.add_column("why", overflow="fold")
+    for name in ("device", "PCI", "NUMA"):
+        table.add_column(name, no_wrap=True)
+    for name in ("rails to use", "NIXL takes"):
+        table.add_column(name, min_width=10)
+    table.add_column("verdict", no_wrap=True)
+    if is_wide:
+        table.add_column("why")
     for choice in sorted(selection.choices, key=_by_number)[:MAX_ROWS]:
         number = choice.process_index if choice.process_index >= 0 else "-"
         nixl = _rails_text([rail.name for rail in choice.nixl_rails], total)
-        table.add_row(
+        row = [
             f"{choice.kind} {number}",
-            choice.pci_address,
+            bdf.short(choice.pci_address),
             str(choice.numa_node) if choice.numa_node >= 0 else "?",
             _rails_text([rail.name for rail in choice.rails], total),
             "same" if choice.verdict == "good" else nixl,
             _WORD_BY_VERDICT.get(choice.verdict, choice.verdict),
-            reasons.get(choice.reason, choice.reason),
-            style=_STYLE_BY_VERDICT.get(choice.verdict, "red"),
-        )
+        ]
+        if is_wide:
+            row.append(reasons.get(choice.reason, choice.reason))
+        table.add_row(*row, style=_STYLE_BY_VERDICT.get(choice.verdict, "red"))
     out.print(table)
     if len(selection.choices) > MAX_ROWS:
         rest = len(selection.choices) - MAX_ROWS
