@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -137,33 +138,27 @@ class PushScheduler:
         if load is None or load.is_opened:
             return
         load.is_opened = True
-        if isinstance(load.params, BadParams):
-            if num_external > 0:
-                load.is_loading = True
-                sentence = load.params.sentence
-                self._commands.append(FailConsumer(request_id, Reason.BAD_PARAMS, sentence))
-            return
         load.is_loading = num_external > 0
-        end = load.prompt.num_tokens - 1
+        end = load.num_local + num_external  # what vLLM counts on, which may be less than offered
+        if num_external <= 0:
+            end = load.prompt.num_tokens - 1
         first = load.num_local if num_external > 0 else end
-        tokens = max((group.tokens_per_block for group in self._groups), default=1)
-        base = first // tokens * tokens
-        blocks = tuple(
-            tuple(ids[base // group.tokens_per_block : -(-end // group.tokens_per_block)])
-            for ids, group in zip(block_ids, self._groups, strict=True)
-        )
-        self._commands.append(
-            OpenConsumer(
-                request_id,
-                load.params.key,
-                load.params.target,
-                load.prompt,
-                first,
-                end,
-                base,
-                blocks if first < end else tuple(() for _ in self._groups),
+        step = math.lcm(*(group.tokens_per_block for group in self._groups))
+        base = first // step * step
+        blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in self._groups)
+        if first < end:
+            blocks = tuple(
+                tuple(ids[base // group.tokens_per_block : -(-end // group.tokens_per_block)])
+                for ids, group in zip(block_ids, self._groups, strict=True)
             )
-        )
+        if not isinstance(load.params, BadParams):
+            key, target = load.params.key, load.params.target
+            self._commands.append(
+                OpenConsumer(request_id, key, target, load.prompt, first, end, base, blocks)
+            )
+        elif load.is_loading:
+            sentence = load.params.sentence
+            self._commands.append(FailConsumer(request_id, Reason.BAD_PARAMS, sentence, blocks))
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         plan = StepPlan(is_idle=output.total_num_scheduled_tokens == 0)
