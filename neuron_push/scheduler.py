@@ -163,8 +163,9 @@ class PushScheduler:
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         plan = StepPlan(is_idle=output.total_num_scheduled_tokens == 0)
         if self._is_producer:
-            preempted = output.preempted_req_ids or ()
-            plan.preempted = tuple(r for r in preempted if r in self._producing)
+            if self._progressive:  # else nothing is sent from blocks that the engine may take
+                preempted = output.preempted_req_ids or ()
+                plan.preempted = tuple(r for r in preempted if r in self._producing)
             self._follow_prefills(output, plan)
             for request_id in output.finished_req_ids:
                 self._tails.pop(request_id, None)
@@ -245,6 +246,8 @@ class PushScheduler:
         for new in output.scheduled_new_reqs:
             prefill = self._producing.get(new.req_id)
             if prefill is not None:
+                if prefill.is_scheduled:  # resumed: model runner V2 is told so as if it were new
+                    plan.before.append(BeginProducer(new.req_id, prefill.key, prefill.prompt))
                 self._step(
                     plan, new.req_id, prefill, new.block_ids, new.num_computed_tokens,
                     scheduled.get(new.req_id, 0), written,
