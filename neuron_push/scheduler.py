@@ -98,7 +98,7 @@ class PushScheduler:
         self._producing: dict[str, _Producing] = {}
         self._consuming: dict[str, _Consuming] = {}
         self._commands: list[Command] = []
-        self._tails: dict[str, BlockIds] = {}  # request id -> its last block in each group
+        self._tails: dict[str, BlockIds] = {}  # request id -> its last blocks in each group
 
     # ------------------------------------------------------------ hooks, in vLLM's order
 
@@ -221,19 +221,20 @@ class PushScheduler:
     def _new_producer(self, request: Request, params: ProducerParams) -> None:
         request_id, prompt = request.request_id, prompt_of(request)
         prefill = _Producing(params.key, prompt, prompt.num_tokens - 1)
+        self._producing[request_id] = prefill
         max_tokens = getattr(request.sampling_params, "max_tokens", 1)
-        if max_tokens != 1:
-            prefill.has_failed = True
-            detail = (
+        if not self._is_producer:
+            reason, detail = Reason.BAD_PARAMS, "this engine's kv_role is kv_consumer: it sends no KV"
+        elif max_tokens != 1:
+            reason, detail = Reason.MAX_TOKENS, (
                 f"the producer's request has max_tokens {max_tokens}, expected 1: the router "
                 "must limit the prefill leg to one token"
             )
-            self._commands.append(
-                FailProducer(request_id, params.key, Reason.MAX_TOKENS, detail, held=False)
-            )
         else:
             self._commands.append(BeginProducer(request_id, params.key, prompt))
-        self._producing[request_id] = prefill
+            return
+        prefill.has_failed = True
+        self._commands.append(FailProducer(request_id, params.key, reason, detail, held=False))
 
     def _follow_prefills(self, output: SchedulerOutput, plan: StepPlan) -> None:
         if not self._progressive:
@@ -306,14 +307,14 @@ class PushScheduler:
     def _written_blocks(self, output: SchedulerOutput) -> set[int]:
         """Blocks that this step's forward writes, of all requests.
 
-        Those newly given out, and the last block of each running request, which may have been
-        given out earlier and be filled only now.
+        Those newly given out, and the last two blocks of each running request, which may have
+        been given out earlier and be filled only now (two: speculation reserves ahead).
         """
         written: set[int] = set()
         for new in output.scheduled_new_reqs:
             for ids, group in zip(new.block_ids, self._groups, strict=True):
                 written.update(ids[new.num_computed_tokens // group.tokens_per_block :])
-            self._tails[new.req_id] = [ids[-1:] for ids in new.block_ids]
+            self._tails[new.req_id] = [ids[-2:] for ids in new.block_ids]
         cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             for ids in self._tails.get(request_id, ()):
@@ -321,7 +322,7 @@ class PushScheduler:
             if new_blocks is not None:
                 tails = self._tails.get(request_id) or [()] * len(new_blocks)
                 self._tails[request_id] = [
-                    ids[-1:] or tail for ids, tail in zip(new_blocks, tails, strict=True)
+                    (*tail, *ids)[-2:] for ids, tail in zip(new_blocks, tails, strict=True)
                 ]
                 for ids in new_blocks:
                     written.update(ids)
