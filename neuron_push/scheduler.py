@@ -7,10 +7,8 @@ wrote.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +28,7 @@ from neuron_push.core.commands import (
 from neuron_push.core.messages import Reason
 from neuron_push.core.session import Prompt
 from neuron_push.params import BadParams, ConsumerParams, ProducerParams, parse_params
+from neuron_push.prompts import prompt_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -327,25 +326,3 @@ class PushScheduler:
                 for ids in new_blocks:
                     written.update(ids)
         return written
-
-
-def prompt_of(request: Request) -> Prompt:
-    """The prompt's length and a digest of everything its KV depends on.
-
-    Token ids, images and the like by their identifiers, the adapter, and the cache salt.
-    Prompts given as embeddings have no digest: their length alone is compared.
-    """
-    ids = request.prompt_token_ids
-    if ids is None:
-        return Prompt(request.num_prompt_tokens, b"")
-    digest = hashlib.blake2b(array("I", ids), digest_size=16)
-    extras: list[Any] = [f.identifier for f in getattr(request, "mm_features", None) or ()]
-    lora = getattr(request, "lora_request", None)
-    if lora is not None:
-        extras.append(("lora", lora.lora_name))
-    salt = getattr(request, "cache_salt", None)
-    if salt:
-        extras.append(("salt", salt))
-    if extras:
-        digest.update(repr(extras).encode())
-    return Prompt(request.num_prompt_tokens, digest.digest())
