@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from neuron_push.core.commands import (
     AbortConsumer,
@@ -71,6 +71,7 @@ class _Producing:
     is_scheduled: bool = False
     is_complete: bool = False
     has_failed: bool = False
+    is_doubtful: bool = False  # we lost track of its blocks: nothing more of it may be sent
 
 
 @dataclass
@@ -83,12 +84,22 @@ class _Consuming:
 
 
 class PushScheduler:
-    """dial(target): warm the connection to a producer; returns at once."""
+    """dial(target): warm the connection to a producer; returns at once.
+
+    can_load: False where a load that failed could not be told to vLLM; prompts are then
+    computed here, whatever their parameters ask for.
+    """
 
     def __init__(
-        self, groups: Sequence[GroupFacts], dial: Callable[[Target], None], *, is_producer: bool
+        self,
+        groups: Sequence[GroupFacts],
+        dial: Callable[[Target], None],
+        *,
+        is_producer: bool,
+        can_load: bool = True,
     ) -> None:
         self._is_producer = is_producer
+        self._can_load = can_load
         self._groups = tuple(groups)
         self._dial = dial
         # Blocks of a group that forgets (sliding window) may be reused while we write from
@@ -127,6 +138,8 @@ class PushScheduler:
         if load is None or load.is_opened:
             return 0, False
         load.num_local = num_local
+        if not self._can_load:
+            return 0, False
         missing = load.prompt.num_tokens - 1 - num_local
         return (missing, True) if missing > 0 else (0, False)
 
@@ -165,7 +178,11 @@ class PushScheduler:
             if self._progressive:  # else nothing is sent from blocks that the engine may take
                 preempted = output.preempted_req_ids or ()
                 plan.preempted = tuple(r for r in preempted if r in self._producing)
-            self._follow_prefills(output, plan)
+            try:
+                self._follow_prefills(output, plan)
+            except Exception:
+                logger.exception("prefills under way are not pushed on: a fault of neuron_push")
+                self._distrust_prefills(plan)
             for request_id in output.finished_req_ids:
                 self._tails.pop(request_id, None)
         plan.before = self._commands + plan.before
@@ -185,23 +202,40 @@ class PushScheduler:
         prefill = self._producing.pop(request_id, None)
         if prefill is None or prefill.has_failed:
             return False, False
-        if succeeded:
+        if succeeded and not prefill.is_doubtful:
             if not self._progressive:
                 blocks = tuple(tuple(ids) for ids in block_ids)
                 self._commands.append(Progress(request_id, blocks, True, prefill.prompt.num_tokens))
             self._commands.append(FinishProducer(request_id))
             return True, True
         status = getattr(request.status, "name", str(request.status)).lower()
+        reason, detail = Reason.PRODUCER_ABORTED, f"the producer's request ended as {status}"
+        if prefill.is_doubtful:
+            reason = Reason.FAULT
+            detail = "a fault of neuron_push in the producer's engine: its log says which"
         self._commands.append(
             FailProducer(
                 request_id,
                 prefill.key,
-                Reason.PRODUCER_ABORTED,
-                f"the producer's request ended as {status}",
+                reason,
+                detail,
                 held=prefill.is_scheduled,
             )
         )
         return prefill.is_scheduled, True
+
+    def on_fault(self, request_id: str, block_ids: BlockIds, num_external: int) -> None:
+        """on_allocated raised: vLLM waits for a load that may not have been asked for."""
+        load = self._consuming.get(request_id)
+        if load is None or num_external <= 0:
+            return
+        load.is_opened = load.is_loading = True
+        blocks = tuple(  # not the local hits, which other requests share
+            tuple(ids[load.num_local // group.tokens_per_block :])
+            for ids, group in zip(block_ids, self._groups, strict=False)
+        )
+        detail = "a fault of neuron_push in this engine: its log says which"
+        self._commands.append(FailConsumer(request_id, Reason.FAULT, detail, blocks))
 
     def on_received(self, request_ids: Iterable[str]) -> None:
         """The ranks have reported these loads over, well or badly."""
@@ -223,9 +257,11 @@ class PushScheduler:
         self._producing[request_id] = prefill
         max_tokens = getattr(request.sampling_params, "max_tokens", 1)
         if not self._is_producer:
-            reason, detail = Reason.BAD_PARAMS, "this engine's kv_role is kv_consumer: it sends no KV"
+            reason = Reason.BAD_PARAMS
+            detail = "this engine's kv_role is kv_consumer: it sends no KV"
         elif max_tokens != 1:
-            reason, detail = Reason.MAX_TOKENS, (
+            reason = Reason.MAX_TOKENS
+            detail = (
                 f"the producer's request has max_tokens {max_tokens}, expected 1: the router "
                 "must limit the prefill leg to one token"
             )
@@ -283,7 +319,7 @@ class PushScheduler:
         resumes: the prefix cache hands out blocks that another request of the same step has
         yet to fill.
         """
-        if prefill.has_failed:
+        if prefill.has_failed or prefill.is_doubtful:
             return
         prefill.is_scheduled = True
         blocks = tuple(tuple(ids) for ids in new_blocks or [() for _ in self._groups])
@@ -303,6 +339,12 @@ class PushScheduler:
         plan.after.append(Progress(request_id, blocks, False, final))
         prefill.is_complete = final >= prefill.end_token
 
+    def _distrust_prefills(self, plan: StepPlan) -> None:
+        """Their block tables may lack what a step gave them: each fails when it finishes."""
+        plan.ready, plan.after = [], []
+        for prefill in self._producing.values():
+            prefill.is_doubtful = prefill.is_scheduled = True
+
     def _written_blocks(self, output: SchedulerOutput) -> set[int]:
         """Blocks that this step's forward writes, of all requests.
 
@@ -316,10 +358,10 @@ class PushScheduler:
             self._tails[new.req_id] = [ids[-2:] for ids in new.block_ids]
         cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            for ids in self._tails.get(request_id, ()):
-                written.update(ids)
+            for tail in self._tails.get(request_id, ()):
+                written.update(tail)
             if new_blocks is not None:
-                tails = self._tails.get(request_id) or [()] * len(new_blocks)
+                tails: BlockIds = self._tails.get(request_id) or [()] * len(new_blocks)
                 self._tails[request_id] = [
                     (*tail, *ids)[-2:] for ids, tail in zip(new_blocks, tails, strict=True)
                 ]
