@@ -21,7 +21,9 @@ def attention_regions(tensor: TensorLike, facts: CacheFacts, device_id: int) -> 
     if base == 0:
         raise DeviceError(f"layer {facts.layer!r}: the KV tensor has no address (data_ptr is 0)")
 
-    def region(part: str, offset: int, block: int, head: int, token: int, size: int) -> Region:
+    def region(
+        part: str, offset: int, block: int, head: int, token: int, size: int, heads: int
+    ) -> Region:
         return Region(
             layer=facts.layer,
             part=part,  # type: ignore[arg-type]
@@ -30,7 +32,7 @@ def attention_regions(tensor: TensorLike, facts: CacheFacts, device_id: int) -> 
             num_blocks=facts.num_blocks,
             block_stride=block,
             tokens_per_block=facts.tokens_per_block,
-            num_heads=facts.num_heads,
+            num_heads=heads,
             head_first=facts.head_first,
             token_stride=token,
             head_stride=head,
@@ -48,8 +50,8 @@ def attention_regions(tensor: TensorLike, facts: CacheFacts, device_id: int) -> 
             if order is not None and shape[4] * item == k and strides[4] == item:
                 head, token = strides[2 + order[0]], strides[2 + order[1]]
                 return (
-                    region("k", 0, strides[blocks], head, token, k),
-                    region("v", strides[two], strides[blocks], head, token, v),
+                    region("k", 0, strides[blocks], head, token, k, heads),
+                    region("v", strides[two], strides[blocks], head, token, v, heads),
                 )
     if facts.kind == "attention" and len(shape) == 4 and shape[0] == facts.num_blocks:
         order = _heads_and_tokens(shape[1:3], heads, tokens)
@@ -63,16 +65,16 @@ def attention_regions(tensor: TensorLike, facts: CacheFacts, device_id: int) -> 
                         "that this release does not know"
                     )
                 return (
-                    region("k", 0, strides[0], head, k, k),
-                    region("v", tokens * k, strides[0], head, v, v),
+                    region("k", 0, strides[0], head, k, k, heads),
+                    region("v", tokens * k, strides[0], head, v, v, heads),
                 )
             return (
-                region("k", 0, strides[0], head, token, k),
-                region("v", k, strides[0], head, token, v),
+                region("k", 0, strides[0], head, token, k, heads),
+                region("v", k, strides[0], head, token, v, heads),
             )
     if facts.kind == "latent" and len(shape) == 3 and shape[:2] == (facts.num_blocks, tokens):
-        return (region("kv", 0, strides[0], shape[2] * item, strides[1], shape[2] * item),)
-    return (_opaque(tensor, facts, shape, strides, item, region),)
+        return (region("kv", 0, strides[0], shape[2] * item, strides[1], shape[2] * item, 1),)
+    return (_opaque(facts, shape, strides, item, region),)
 
 
 def _heads_and_tokens(sizes: tuple[int, ...], heads: int, tokens: int) -> tuple[int, int] | None:
@@ -84,27 +86,27 @@ def _heads_and_tokens(sizes: tuple[int, ...], heads: int, tokens: int) -> tuple[
     return None
 
 
-def _opaque(tensor, facts, shape, strides, item, region) -> Region:  # type: ignore[no-untyped-def]
-    """A block as one run of bytes, movable between equal engines only."""
+def _opaque(facts, shape, strides, item, region) -> Region:  # type: ignore[no-untyped-def]
+    """A block as one run of bytes, movable between equal engines only.
+
+    It counts as one head, whatever heads are in it.
+    """
     span = item
+    is_dense = True
     for size, stride in sorted(zip(shape[1:], strides[1:], strict=True), key=lambda s: s[1]):
-        if size > 1 and stride != span:
-            break
+        is_dense &= size == 1 or stride == span
         span *= size
-    per_token = span // facts.tokens_per_block
-    if shape[0] != facts.num_blocks or span != strides[0] or per_token == 0:
-        if span % facts.tokens_per_block or shape[0] % facts.num_blocks:
-            raise DeviceError(
-                f"layer {facts.layer!r}: KV tensor of shape {shape}, strides {strides} bytes is "
-                f"none that this release understands ({facts})"
-            )
-        # Kernel blocks subdivide the manager's: a block is that many of them in a row.
-        ratio = shape[0] // facts.num_blocks
-        span *= ratio
-        if ratio * strides[0] != span:
-            raise DeviceError(
-                f"layer {facts.layer!r}: {ratio} kernel blocks a block do not adjoin "
-                f"(stride {strides[0]} bytes)"
-            )
-        per_token = span // facts.tokens_per_block
-    return region("kv", 0, span, span, per_token, per_token)
+    # Kernel blocks may subdivide the manager's: a block is that many of them in a row.
+    ratio, rest = divmod(shape[0], facts.num_blocks)
+    per_token, gap = divmod(span * ratio, facts.tokens_per_block)
+    if not is_dense or rest or gap or per_token == 0:
+        raise DeviceError(
+            f"layer {facts.layer!r}: KV tensor of shape {shape}, strides {strides} bytes is "
+            f"none that this release understands ({facts})"
+        )
+    if ratio > 1 and strides[0] != span:
+        raise DeviceError(
+            f"layer {facts.layer!r}: {ratio} kernel blocks a block do not adjoin "
+            f"(stride {strides[0]} bytes, expected {span})"
+        )
+    return region("kv", 0, strides[0] * ratio, span * ratio, per_token, per_token, 1)
