@@ -240,8 +240,10 @@ class SideChannel:
                             f"{self.identity.engine_id!r} do not answer their own engine"
                         ),
                     )
-        for one in (*self._dials.values(), *self._probes.values()):
-            one.socket.close()
+        for dial in self._dials.values():
+            dial.socket.close()
+        for probe in self._probes.values():
+            probe.socket.close()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
