@@ -138,6 +138,8 @@ class RankLoop:
         self._next_care_s = 0.0
         if old is not None:
             now_s = time.monotonic()
+            # Its thread never uses it again; left open, it would hold up the process's exit.
+            old._link.close()
             self._steps = old._steps
             self._producing.take_over(old._producing, now_s)
             self._consuming.take_over(old._consuming, now_s)
