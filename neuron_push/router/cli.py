@@ -44,12 +44,33 @@ def router(
     idle_timeout_s: Annotated[
         str, typer.Option(metavar="S", help="Longest wait for the next byte of anyone, in seconds.")
     ] = "300",
+    receive_timeout_s: Annotated[
+        str,
+        typer.Option(
+            metavar="S", help="Longest time a whole request may take to arrive, in seconds."
+        ),
+    ] = "60",
     drain_s: Annotated[
         str,
         typer.Option(
             metavar="S", help="How long running streams may last after SIGTERM, in seconds."
         ),
     ] = "30",
+    breaker_failures: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="Failures in a row after which requests stay away from an engine for a while.",
+        ),
+    ] = "5",
+    decode_recomputes: Annotated[
+        bool,
+        typer.Option(
+            "--decode-recomputes",
+            help="The decode engines have kv_load_failure_policy=recompute: without another "
+            "prefill engine, let them answer when the prefill leg fails.",
+        ),
+    ] = False,
 ) -> None:
     """Serve prefill and decode engines as one OpenAI-compatible endpoint."""
     try:
@@ -62,7 +83,10 @@ def router(
             max_body_mib=max_body_mib,
             connect_timeout_s=connect_timeout_s,
             idle_timeout_s=idle_timeout_s,
+            receive_timeout_s=receive_timeout_s,
             drain_s=drain_s,
+            breaker_failures=breaker_failures,
+            decode_recomputes=decode_recomputes,
         )
         server = import_extra("neuron_push.router.server", extra="router")
         from neuron_push.core.sidechannel import ask_identity
