@@ -47,6 +47,7 @@ class RouterOptions:
     drain_s: float = 30.0
     breaker_failures: int = 5
     decode_recomputes: bool = False
+    key_file: str = ""
 
 
 def check_options(
@@ -63,6 +64,7 @@ def check_options(
     drain_s: float | str = 30.0,
     breaker_failures: int | str = 5,
     decode_recomputes: bool = False,
+    key_file: str = "",
 ) -> RouterOptions:
     """Checks what a user wrote; numbers may still be text.
 
@@ -91,6 +93,7 @@ def check_options(
         drain_s=_within("--drain-s", drain_s, 0.0, 3600.0),
         breaker_failures=_count("--breaker-failures", breaker_failures, 1, 1000),
         decode_recomputes=decode_recomputes,
+        key_file=key_file,
     )
 
 
