@@ -307,6 +307,38 @@ def check_failure(consumer: Engine) -> None:
         assert consumer.scheduler.request_finished_all_groups(lost, ([1, 2, 3],)) == (False, None)
 
 
+class Broken:
+    """A scheduler half in which everything is a fault of ours, but for the way out."""
+
+    def __init__(self) -> None:
+        self.on_fault_calls: list[tuple[Any, ...]] = []
+
+    def on_fault(self, *arguments: Any) -> None:
+        self.on_fault_calls.append(arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"fault in {name}")
+
+
+def check_faults(engine: Engine) -> None:
+    """No fault of ours ends vLLM's scheduler: each hook has an answer to go on with."""
+    half, broken = engine.scheduler, Broken()
+    whole, half._scheduler = half._scheduler, broken
+    made = request("cmpl-f-0-dddddddd", 11, {"do_remote_prefill": True}, 8)
+    made.status = RequestStatus.FINISHED_STOPPED
+    assert half.on_new_request(made) is None
+    assert half.get_num_new_matched_tokens(made, 0) == (0, False)
+    half.update_state_after_alloc(made, KVCacheBlocks(([KVCacheBlock(block_id=1)],)), 4)
+    assert [(call[0], call[2]) for call in broken.on_fault_calls] == [(made.request_id, 4)]
+    meta = half.build_connector_meta(SchedulerOutput.make_empty())
+    assert isinstance(pickle.loads(pickle.dumps(meta)), base.KVConnectorMetadata)
+    half.update_connector_output(KVConnectorOutput(finished_recving={made.request_id}))
+    assert half.request_finished_all_groups(made, ([1],)) == (False, None)
+    assert half.request_finished(made, [1]) == (False, None)
+    assert half.has_pending_push_work() is False
+    half._scheduler = whole
+
+
 def check_groups() -> None:
     """Where no failure can be told, a consumer with several groups does not start."""
     several = cache_config(spec(), spec(SlidingWindowSpec, sliding_window=8))
@@ -338,6 +370,7 @@ def main() -> None:
     try:
         check_transfer(producer, consumer)
         check_failure(consumer)
+        check_faults(consumer)
     finally:
         producer.close()
         consumer.close()
