@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from neuron_push.core.agent import Agent, AgentError, Memory
 from neuron_push.core.layout import KvLayout
@@ -18,9 +19,9 @@ class PeerRank:
     """One rank of a peer engine.
 
     ``outgoing`` plans WRITEs from this rank to it, ``incoming`` the other way; None where the
-    two have no KV in common in that direction. ``open_keys`` are the transfers that its death
-    would concern (an ordered set), ``announced`` those that will be registered once the
-    consumer has blocks.
+    two have no KV in common in that direction. Its death would
+    concern ``sending`` (keys of transfers to it, an ordered set) and ``loading`` (request id ->
+    key of transfers from it); ``announced`` keys will be registered once there are blocks.
     """
 
     name: str
@@ -32,10 +33,21 @@ class PeerRank:
     unit_tokens: int
     last_heard_s: float
     last_sent_s: float = 0.0
-    open_keys: dict[str, None] = field(default_factory=dict)
+    sending: dict[str, None] = field(default_factory=dict)
+    loading: dict[str, str] = field(default_factory=dict)
     announced: dict[str, None] = field(default_factory=dict)
     num_writes: int = 0
     is_lost: bool = False
+
+    def need(self, now_s: float) -> None:
+        """A transfer with it opens: its silence counts from here."""
+        if not self.is_needed:
+            self.last_heard_s = now_s
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a transfer with it is open."""
+        return bool(self.sending or self.loading)
 
     @property
     def memory(self) -> Memory:
@@ -54,6 +66,18 @@ class PeerEngine:
     ranks: list[PeerRank] = field(default_factory=list)
     producers: list[PeerRank] = field(default_factory=list)
     num_consumers: int = 0
+    confirmed_s: float = 0.0
+
+    FRESH_S: ClassVar[float] = 1.0
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether it proved a moment ago that it is still the same living process.
+
+        Else its side channel is asked first: a registration sent to a process that has been
+        restarted would be lost, and only the peer time-out would tell.
+        """
+        heard_s = max((peer.last_heard_s for peer in self.ranks), default=0.0)
+        return now_s - max(heard_s, self.confirmed_s) < self.FRESH_S
 
 
 def registrars(pairs: list[RankPair], num_src: int, num_dst: int) -> list[list[int]]:
@@ -100,7 +124,9 @@ class PeerTable:
         ]
         outgoing = {pair.dst: pair for pair in to_them if pair.src == self._rank}
         incoming = {pair.src: pair for pair in to_us if pair.dst == self._rank}
-        engine = PeerEngine(message.theirs.identity, num_consumers=len(their_registrars))
+        engine = PeerEngine(
+            message.theirs.identity, num_consumers=len(their_registrars), confirmed_s=now_s
+        )
         own = mine[self._rank]
         for index in sorted({*their_registrars, *our_producers}):
             card = message.theirs.ranks[index]
@@ -156,7 +182,7 @@ class PeerTable:
         return [
             peer
             for peer in self.ranks.values()
-            if peer.open_keys and now_s - peer.last_heard_s > timeout_s
+            if peer.is_needed and now_s - peer.last_heard_s > timeout_s
         ]
 
 

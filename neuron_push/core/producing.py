@@ -30,7 +30,7 @@ from neuron_push.core.messages import (
 )
 from neuron_push.core.peers import PeerRank
 from neuron_push.core.producer import ProducerSession
-from neuron_push.core.session import Action, Local, Outcome, Report, Send, Write
+from neuron_push.core.session import Action, Outcome, Report, Send, Write
 from neuron_push.core.shop import Shop, window
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class _Flight:
     peer: PeerRank
     session: ProducerSession
     write_id: int
+    posted_s: float
+    is_stalled: bool = False
 
 
 @dataclass
@@ -80,6 +82,9 @@ class Producing:
         self._registered: dict[tuple[str, str], Tables] = {}  # (key, peer) -> block tables
         self._flights: list[_Flight] = []
         self._drains: list[_Drain] = []
+        self._strangers: set[str] = set()  # requests whose key another one had first
+        # WRITEs of an abandoned agent: (end of quarantine, session, peer, write id)
+        self._ghosts: list[tuple[float, ProducerSession, str, int]] = []
 
     @property
     def num_flights(self) -> int:
@@ -93,6 +98,17 @@ class Producing:
     # ------------------------------------------------------------ the engine
 
     def begin(self, command: BeginProducer, now_s: float) -> None:
+        first = self._by_key.get(command.key)
+        if first is not None and first.request_id != command.request_id:
+            logger.warning(
+                "transfer %s: request %s came while request %s has this key: it is not pushed. "
+                "The router must give each dispatch a transfer_id of its own.",
+                command.key,
+                command.request_id,
+                first.request_id,
+            )
+            self._strangers.add(command.request_id)
+            return
         if command.request_id not in self._prefills:
             groups = self._shop.layout.num_groups
             prefill = _Prefill(command.request_id, command.key, [[] for _ in range(groups)], now_s)
@@ -114,12 +130,16 @@ class Producing:
         self._do(session, session.on_progress(command.final_tokens, now_s), now_s)
 
     def finish(self, command: FinishProducer, now_s: float) -> None:
+        if self._turn_away(command.request_id, held=True):
+            return
         prefill = self._prefills.get(command.request_id)
         if prefill is not None:
             session = self._sessions[prefill.key]
             self._do(session, session.on_finish(now_s), now_s)
 
     def fail(self, command: FailProducer, now_s: float) -> None:
+        if self._turn_away(command.request_id, held=command.held):
+            return
         if command.request_id not in self._prefills and command.held:
             prefill = _Prefill(command.request_id, command.key, [], now_s)
             self._prefills[command.request_id] = self._by_key[command.key] = prefill
@@ -129,6 +149,15 @@ class Producing:
             session.on_fail(command.reason, command.detail, held=command.held, now_s=now_s),
             now_s,
         )
+
+    def _turn_away(self, request_id: str, *, held: bool) -> bool:
+        """True for a request whose key another one had: its blocks go back at once."""
+        if request_id not in self._strangers:
+            return False
+        self._strangers.discard(request_id)
+        if held:
+            self._shop.report(Result(request_id, Outcome.SENT))
+        return True
 
     def suspend(self, request_ids: tuple[str, ...]) -> threading.Event:
         """Post nothing more for these; the event is set when nothing of theirs is in flight."""
@@ -156,12 +185,22 @@ class Producing:
             self._shop.send(peer.name, Nack(message.nonce, Reason.BAD_REGISTRATION, str(e)), now_s)
             self._shop.send(peer.name, CancelAck(message.nonce), now_s)
             return
+        if (
+            len(peer.sending) >= self._shop.limits.max_open_per_peer
+            and message.key not in peer.sending
+        ):
+            detail = f"{len(peer.sending)} transfers to this rank are open: the limit"
+            self._shop.count(Reason.BUSY)
+            self._shop.send(peer.name, Nack(message.nonce, Reason.BUSY, detail), now_s)
+            self._shop.send(peer.name, CancelAck(message.nonce), now_s)
+            return
         session = self._session(message.key)
         actions = session.on_register(
             peer.name,
             message,
             unit_tokens=peer.unit_tokens,
             num_consumers=peer.engine.num_consumers,
+            engine=peer.engine.identity.incarnation,
             now_s=now_s,
         )
         leg = session.legs.get(peer.name)
@@ -172,7 +211,11 @@ class Producing:
     def on_cancel(self, peer: PeerRank, message: Cancel, now_s: float) -> None:
         session = self._session(message.key)
         actions = session.on_cancel(
-            peer.name, message, num_consumers=peer.engine.num_consumers, now_s=now_s
+            peer.name,
+            message,
+            num_consumers=peer.engine.num_consumers,
+            engine=peer.engine.identity.incarnation,
+            now_s=now_s,
         )
         self._do(session, actions, now_s)
 
@@ -203,7 +246,10 @@ class Producing:
             for flight in self._flights
             if (state := self._shop.agent.poll_write(flight.handle)) is not WriteState.BUSY
         ]
+        stall_s = self._shop.limits.stall_timeout_s
         if not ended:
+            if now_s - self._flights[0].posted_s > stall_s:
+                self._check_stalls(now_s)
             return False
         gone = {id(flight) for flight, _ in ended}
         self._flights = [flight for flight in self._flights if id(flight) not in gone]
@@ -222,7 +268,63 @@ class Producing:
             self._do(session, actions, now_s)
         return True
 
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether WRITEs to lost peers hold memory that only a new agent can give back.
+
+        A posted WRITE cannot be cancelled, and its peer's metadata must stay while it is in
+        flight. Nobody else is disturbed while others' transfers are open, for a while.
+        """
+        limits = self._shop.limits
+        lost = [flight.posted_s for flight in self._flights if flight.peer.is_lost]
+        if not lost:
+            return False
+        waited_s = now_s - min(lost)
+        if waited_s > limits.request_timeout_s:
+            return True
+        nobody_else = not any(peer.is_needed for peer in self._shop.peers.ranks.values())
+        return nobody_else and waited_s > limits.peer_timeout_s + 2 * limits.quarantine_s
+
+    def take_over(self, old: Producing, now_s: float) -> None:
+        """Go on with the requests of a loop whose agent is gone.
+
+        Transfers that had a consumer fail; the others wait for theirs as before. Blocks that
+        the old agent's WRITEs may still read go back after the quarantine.
+        """
+        self._sessions, self._prefills = old._sessions, old._prefills
+        self._by_key, self._strangers = old._by_key, old._strangers
+        self._registered = old._registered
+        release_s = now_s + self._shop.limits.quarantine_s
+        self._ghosts = [
+            *((release_s, f.session, f.peer.name, f.write_id) for f in old._flights),
+            *old._ghosts,
+        ]
+        for drain in old._drains:
+            drain.done.set()
+        for session in list(self._sessions.values()):
+            for name in session.open_peers():
+                self._do(session, session.on_peer_lost(name, now_s), now_s)
+            self._shop.timers.set(("p", session.key), session.deadline_s)
+        if self._ghosts:
+            self._shop.timers.set(("g", ""), release_s)
+
+    def on_ghost_timer(self, now_s: float) -> None:
+        """The quarantine of an abandoned agent's WRITEs is over."""
+        due = [ghost for ghost in self._ghosts if ghost[0] <= now_s]
+        self._ghosts = [ghost for ghost in self._ghosts if ghost[0] > now_s]
+        for _, session, name, write_id in due:
+            self._do(session, session.on_write_done(name, write_id), now_s)
+        if self._ghosts:
+            self._shop.timers.set(("g", ""), min(ghost[0] for ghost in self._ghosts))
+
     # ------------------------------------------------------------ inside
+
+    def _check_stalls(self, now_s: float) -> None:
+        stall_s = self._shop.limits.stall_timeout_s
+        for flight in self._flights:
+            if not flight.is_stalled and now_s - flight.posted_s > stall_s:
+                flight.is_stalled = True
+                detail = f"a WRITE to {flight.peer.name} makes no progress for {stall_s:g} s"
+                self._do(flight.session, flight.session.on_stall(flight.peer.name, detail), now_s)
 
     def _session(self, key: str) -> ProducerSession:
         session = self._sessions.get(key)
@@ -251,18 +353,29 @@ class Producing:
                 self._post(session, action, now_s)
             else:
                 self._report(session, action, now_s)
-        for leg in session.legs.values():
-            self._shop.mark_open(leg.peer, session.key, not leg.closed, now_s)
+        self._mark_open(session, now_s)
         deadline_s = session.deadline_s
-        if session.local is Local.RELEASED:
+        if session.is_over:
             self._by_key.pop(session.key, None)
             for leg in session.legs.values():
                 self._registered.pop((session.key, leg.peer), None)
-            if session.is_over:
-                deadline_s = now_s + self._shop.limits.request_timeout_s
+            # It stays as a tombstone, to answer what comes late.
+            deadline_s = now_s + self._shop.limits.request_timeout_s
         self._shop.timers.set(("p", session.key), deadline_s)
         if self._drains:
             self._check_drains()
+
+    def _mark_open(self, session: ProducerSession, now_s: float) -> None:
+        """Peers learn whether their death would concern this transfer."""
+        for leg in session.legs.values():
+            peer = self._shop.peers.ranks.get(leg.peer)
+            if peer is None:
+                continue
+            if leg.closed:
+                peer.sending.pop(session.key, None)
+            elif session.key not in peer.sending:
+                peer.need(now_s)
+                peer.sending[session.key] = None
 
     def _post(self, session: ProducerSession, action: Write, now_s: float) -> None:
         peer = self._shop.peers.ranks.get(action.peer)
@@ -270,7 +383,7 @@ class Producing:
         try:
             if peer is None or prefill is None:
                 raise AgentError(f"{action.peer} is not connected")
-            flight = self._write(session, prefill, peer, action)
+            flight = self._write(session, prefill, peer, action, now_s)
         except (AgentError, PlanError) as e:
             self._shop.counters.failed_writes += 1
             actions = session.on_write_failed(action.peer, action.write_id, str(e))
@@ -284,7 +397,12 @@ class Producing:
         self._flights.append(flight)
 
     def _write(
-        self, session: ProducerSession, prefill: _Prefill, peer: PeerRank, action: Write
+        self,
+        session: ProducerSession,
+        prefill: _Prefill,
+        peer: PeerRank,
+        action: Write,
+        now_s: float,
     ) -> _Flight | None:
         """Post one segment; None when it holds no bytes and its notification is all there is."""
         plan, layout = peer.outgoing, self._shop.layout
@@ -334,7 +452,7 @@ class Producing:
         handle = self._shop.agent.post_write(
             peer.name, copies, self._shop.memory, peer.memory, blob
         )
-        return _Flight(handle, peer, session, action.write_id)
+        return _Flight(handle, peer, session, action.write_id, now_s)
 
     def _report(self, session: ProducerSession, action: Report, now_s: float) -> None:
         prefill = self._by_key.get(session.key)

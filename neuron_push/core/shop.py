@@ -32,6 +32,9 @@ class Limits:
     peer_timeout_s: float
     handshake_timeout_s: float
     quarantine_s: float
+    stall_timeout_s: float = 30.0
+    nixl_call_timeout_s: float = 3.0
+    max_open_per_peer: int = 4096
 
 
 @dataclass
@@ -67,18 +70,6 @@ class Shop:
             self.quiet.warning(logger, f"notify {name}", "%s", e)
             return
         peer.last_sent_s = now_s
-
-    def mark_open(self, name: str, key: str, is_open: bool, now_s: float) -> None:
-        """Whether this peer rank's death would concern the transfer ``key``."""
-        peer = self.peers.ranks.get(name)
-        if peer is None:
-            return
-        if is_open:
-            if not peer.open_keys:
-                peer.last_heard_s = now_s  # silence counts from here
-            peer.open_keys[key] = None
-        else:
-            peer.open_keys.pop(key, None)
 
     def count(self, reason: Reason | None) -> None:
         if reason is not None:
