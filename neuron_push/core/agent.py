@@ -108,6 +108,12 @@ class NixlAgent:
         with _Timed(self, "register_memory"):
             self._registered.append(self._nixl.register_memory(rows, memory_type))
 
+    def memory_types(self) -> list[str]:
+        """What this backend says it can register, such as ``["DRAM", "VRAM"]``."""
+        with _Timed(self, "get_backend_mem_types"):
+            names = self._nixl.get_backend_mem_types(self.backend)
+        return [str(name).removesuffix("_SEG") for name in names]
+
     def metadata(self) -> bytes:
         with _Timed(self, "get_agent_metadata"):
             return bytes(self._nixl.get_agent_metadata())

@@ -58,7 +58,12 @@ KEYS_PER_HEARTBEAT = 256
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What one rank's transfer thread is made of. ``make_agent`` runs on the thread itself."""
+    """What one rank's transfer thread is made of.
+
+    make_agent: runs on the thread itself.
+    confirm: looks at the agent once it has registered the memory, on the thread; what it raises
+        is what ``start`` raises.
+    """
 
     rank: int
     layout: KvLayout
@@ -67,6 +72,7 @@ class RankSetup:
     limits: Limits
     verify: bool = False
     read_memory: ReadMemory = read_host_memory
+    confirm: Callable[[Agent], None] | None = None
 
 
 @dataclass
@@ -165,6 +171,8 @@ class TransferThread:
         setup = self._setup
         agent = setup.make_agent()
         agent.register(setup.layout.allocations, setup.layout.memory_type)
+        if setup.confirm is not None:
+            setup.confirm(agent)
         self._agent = agent
         self._shop = Shop(
             agent=agent,
