@@ -81,16 +81,16 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(
                     f"kv_connector_extra_config: unknown option {name!r} (value {value!r}); {hint}"
                 )
-        _from_environment(options, environment)
+        names_of = _from_environment(options, environment)
         checked: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
             if field.name in options:
                 try:
                     checked[field.name] = msgspec.convert(options[field.name], type=field.type)
                 except msgspec.ValidationError as e:
+                    name = names_of.get(field.name, f"kv_connector_extra_config.{field.name}")
                     raise ConfigError(
-                        f"kv_connector_extra_config.{field.name}: value "
-                        f"{options[field.name]!r} is not allowed: {e}"
+                        f"{name}: value {options[field.name]!r} is not allowed: {e}"
                     ) from None
         config = cls(**checked)
         config._check_together()
@@ -111,14 +111,16 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-def _from_environment(options: dict[str, Any], environment: Mapping[str, str]) -> None:
-    host = environment.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
-    port = environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
-    if host and "side_channel_host" not in options:
-        options["side_channel_host"] = host
-    if port and "side_channel_port" not in options:
-        if not port.isdigit():
-            raise ConfigError(
-                f"VLLM_NIXL_SIDE_CHANNEL_PORT: value {port!r} is not allowed: a port number"
-            )
-        options["side_channel_port"] = int(port)
+def _from_environment(options: dict[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """Fill in what is not set; returns option -> the variable its value came from."""
+    names_of: dict[str, str] = {}
+    for option, variable in (
+        ("side_channel_host", "VLLM_NIXL_SIDE_CHANNEL_HOST"),
+        ("side_channel_port", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    ):
+        value = environment.get(variable)
+        if value and option not in options:
+            names_of[option] = variable
+            is_number = option.endswith("port") and value.isdecimal()
+            options[option] = int(value) if is_number else value
+    return names_of

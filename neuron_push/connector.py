@@ -9,11 +9,13 @@ decided is decided there. Importing it starts nothing and loads neither NIXL nor
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from neuron_push import vllm_compat as compat
 from neuron_push.config import PushConfig
@@ -21,6 +23,7 @@ from neuron_push.core.agent import NixlAgent
 from neuron_push.core.commands import Result, Target
 from neuron_push.core.link import link_path
 from neuron_push.core.messages import WIRE_VERSION, EngineCard, Identity, RankCard
+from neuron_push.core.oncepermin import OncePerMinute
 from neuron_push.core.shop import Limits
 from neuron_push.core.sidechannel import SideChannel
 from neuron_push.core.transfer import RankSetup
@@ -49,6 +52,41 @@ class PushMetadata(compat.KVConnectorMetadata):
     plan: StepPlan = field(default_factory=StepPlan)
 
 
+_NO_MATCH: tuple[int | None, bool] = (0, False)
+_NOT_HELD: tuple[bool, dict[str, Any] | None] = (False, None)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _survive(
+    answer: Callable[[], _T],
+) -> Callable[
+    [Callable[Concatenate[NeuronPushConnector, _P], _T]],
+    Callable[Concatenate[NeuronPushConnector, _P], _T],
+]:
+    """A scheduler hook whose fault must cost a request at most, not the engine.
+
+    An exception there would end the engine: it is logged, and vLLM gets ``answer()``, with which
+    it goes on as if this request had nothing to do with KV transfer.
+    """
+
+    def wrap(
+        hook: Callable[Concatenate[NeuronPushConnector, _P], _T],
+    ) -> Callable[Concatenate[NeuronPushConnector, _P], _T]:
+        @functools.wraps(hook)
+        def guarded(self: NeuronPushConnector, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                self.log_fault(hook.__name__)
+                return answer()
+
+        return guarded
+
+    return wrap
+
+
 class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     """One instance in the engine's process, one in each worker; ``role`` says which."""
 
@@ -72,6 +110,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._side: SideChannel | None = None
         self._worker: PushWorker | None = None
         self._stats = PushStats()
+        self._faults = OncePerMinute()
         if role is compat.KVConnectorRole.SCHEDULER:
             self._start_scheduler(str(transfer.kv_role))
         else:
@@ -79,6 +118,8 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             request_amx_permission()
 
     def _start_scheduler(self, kv_role: str) -> None:
+        groups = compat.group_facts(self._kv_cache_config)
+        can_load = compat.can_load(self._kv_cache_config, kv_role)
         identity = Identity(
             engine_id=self._engine_id,
             incarnation=secrets.token_hex(8),
@@ -109,7 +150,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             side.dial(target.host, target.port, target.engine_id)
 
         self._scheduler = PushScheduler(
-            compat.group_facts(self._kv_cache_config), dial, is_producer=kv_role != "kv_consumer"
+            groups, dial, is_producer=kv_role != "kv_consumer", can_load=can_load
         )
         for address in self._config.warm_peers:
             host, _, port = address.rpartition(":")
@@ -224,9 +265,16 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         assert self._scheduler is not None, "a scheduler hook was called in a worker"
         return self._scheduler
 
+    def log_fault(self, hook: str) -> None:
+        """The exception that is being handled, once a minute for each hook."""
+        text = "a fault of neuron_push in %s, please report it; the engine goes on:\n%s"
+        self._faults.warning(logger, hook, text, hook, traceback.format_exc())
+
+    @_survive(lambda: None)
     def on_new_request(self, request: Request) -> None:
         self._sched.on_new_request(request)
 
+    @_survive(lambda: _NO_MATCH)
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -239,11 +287,18 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._sched.on_allocated(request, blocks.get_block_ids(), num_external_tokens)
+        block_ids = blocks.get_block_ids()
+        try:
+            self._sched.on_allocated(request, block_ids, num_external_tokens)
+        except Exception:
+            self.log_fault("update_state_after_alloc")
+            self._sched.on_fault(request.request_id, block_ids, num_external_tokens)
 
+    @_survive(PushMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PushMetadata:
         return PushMetadata(self._sched.build_plan(scheduler_output))
 
+    @_survive(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received: Iterable[str] | None = connector_output.finished_recving
         if received:
@@ -254,6 +309,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @_survive(lambda: _NOT_HELD)
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -273,6 +329,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             "transfer_id": (request.kv_transfer_params or {}).get("transfer_id"),
         }
 
+    @_survive(lambda: False)
     def has_pending_push_work(self) -> bool:
         return self._sched.has_commands
 

@@ -16,6 +16,7 @@ _ID = re.compile(r"[A-Za-z0-9._:\-]{1,160}")
 _HOST = re.compile(r"[A-Za-z0-9._\-:\[\]%]{1,255}")
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD = re.compile(r"^(\d{1,6})_(?=cmpl-|chatcmpl-|resp_)")
+_ENGINE_ID = re.compile(r"(\d{1,6}_)?(cmpl-|chatcmpl-|resp_)")
 _PROMPT = re.compile(r"-(\d{1,6})$")
 
 
@@ -55,7 +56,7 @@ def parse_params(
     consume, produce = params.get("do_remote_prefill"), params.get("do_remote_decode")
     is_consumer = consume is True
     for name, value in (("do_remote_prefill", consume), ("do_remote_decode", produce)):
-        if value not in (None, True, False):
+        if value is not None and not isinstance(value, bool):  # 1 is no true
             return BadParams(_wrong(name, value, "true or false"), is_consumer)
     if not consume and not produce:
         return None
@@ -121,12 +122,22 @@ def _transfer_id(params: Mapping[object, object], request_id: str) -> tuple[str,
         return "transfer_id", params.get("transfer_id")
     if params.get("do_remote_prefill") and params.get("remote_request_id") is not None:
         remote = params.get("remote_request_id")
-        return "remote_request_id", base_request_id(remote) if isinstance(remote, str) else remote
+        # An engine's id from the prefill's answer, or the X-Request-Id itself.
+        if isinstance(remote, str) and _ENGINE_ID.match(remote):
+            remote = base_request_id(remote)
+        return "remote_request_id", remote
     return "X-Request-Id", base_request_id(request_id)
 
 
 def _wrong(name: str, value: object, expected: str) -> str:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return f"kv_transfer_params.{name}: value {shown} is not allowed: expected {expected}"
+    return f"kv_transfer_params.{name}: value {_shown(value)} is not allowed: expected {expected}"
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, str | int | float | None):
+        return f"of type {type(value).__name__}"  # its text may be endless, or nested too deep
+    try:
+        text = repr(value[:80] if isinstance(value, str) else value)
+    except ValueError:  # Python refuses to print integers of more than 4300 digits
+        return "a huge number"
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,12 +7,11 @@ wrote.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from array import array
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from neuron_push.core.commands import (
     AbortConsumer,
@@ -29,6 +28,7 @@ from neuron_push.core.commands import (
 from neuron_push.core.messages import Reason
 from neuron_push.core.session import Prompt
 from neuron_push.params import BadParams, ConsumerParams, ProducerParams, parse_params
+from neuron_push.prompts import prompt_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,6 +71,7 @@ class _Producing:
     is_scheduled: bool = False
     is_complete: bool = False
     has_failed: bool = False
+    is_doubtful: bool = False  # we lost track of its blocks: nothing more of it may be sent
 
 
 @dataclass
@@ -83,12 +84,22 @@ class _Consuming:
 
 
 class PushScheduler:
-    """dial(target): warm the connection to a producer; returns at once."""
+    """dial(target): warm the connection to a producer; returns at once.
+
+    can_load: False where a load that failed could not be told to vLLM; prompts are then
+    computed here, whatever their parameters ask for.
+    """
 
     def __init__(
-        self, groups: Sequence[GroupFacts], dial: Callable[[Target], None], *, is_producer: bool
+        self,
+        groups: Sequence[GroupFacts],
+        dial: Callable[[Target], None],
+        *,
+        is_producer: bool,
+        can_load: bool = True,
     ) -> None:
         self._is_producer = is_producer
+        self._can_load = can_load
         self._groups = tuple(groups)
         self._dial = dial
         # Blocks of a group that forgets (sliding window) may be reused while we write from
@@ -97,7 +108,7 @@ class PushScheduler:
         self._producing: dict[str, _Producing] = {}
         self._consuming: dict[str, _Consuming] = {}
         self._commands: list[Command] = []
-        self._tails: dict[str, BlockIds] = {}  # request id -> its last block in each group
+        self._tails: dict[str, BlockIds] = {}  # request id -> its last blocks in each group
 
     # ------------------------------------------------------------ hooks, in vLLM's order
 
@@ -127,6 +138,8 @@ class PushScheduler:
         if load is None or load.is_opened:
             return 0, False
         load.num_local = num_local
+        if not self._can_load:
+            return 0, False
         missing = load.prompt.num_tokens - 1 - num_local
         return (missing, True) if missing > 0 else (0, False)
 
@@ -137,40 +150,39 @@ class PushScheduler:
         if load is None or load.is_opened:
             return
         load.is_opened = True
-        if isinstance(load.params, BadParams):
-            if num_external > 0:
-                load.is_loading = True
-                sentence = load.params.sentence
-                self._commands.append(FailConsumer(request_id, Reason.BAD_PARAMS, sentence))
-            return
         load.is_loading = num_external > 0
-        end = load.prompt.num_tokens - 1
+        end = load.num_local + num_external  # what vLLM counts on, which may be less than offered
+        if num_external <= 0:
+            end = load.prompt.num_tokens - 1
         first = load.num_local if num_external > 0 else end
-        tokens = max((group.tokens_per_block for group in self._groups), default=1)
-        base = first // tokens * tokens
-        blocks = tuple(
-            tuple(ids[base // group.tokens_per_block : -(-end // group.tokens_per_block)])
-            for ids, group in zip(block_ids, self._groups, strict=True)
-        )
-        self._commands.append(
-            OpenConsumer(
-                request_id,
-                load.params.key,
-                load.params.target,
-                load.prompt,
-                first,
-                end,
-                base,
-                blocks if first < end else tuple(() for _ in self._groups),
+        step = math.lcm(*(group.tokens_per_block for group in self._groups))
+        base = first // step * step
+        blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in self._groups)
+        if first < end:
+            blocks = tuple(
+                tuple(ids[base // group.tokens_per_block : -(-end // group.tokens_per_block)])
+                for ids, group in zip(block_ids, self._groups, strict=True)
             )
-        )
+        if not isinstance(load.params, BadParams):
+            key, target = load.params.key, load.params.target
+            self._commands.append(
+                OpenConsumer(request_id, key, target, load.prompt, first, end, base, blocks)
+            )
+        elif load.is_loading:
+            sentence = load.params.sentence
+            self._commands.append(FailConsumer(request_id, Reason.BAD_PARAMS, sentence, blocks))
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         plan = StepPlan(is_idle=output.total_num_scheduled_tokens == 0)
         if self._is_producer:
-            preempted = output.preempted_req_ids or ()
-            plan.preempted = tuple(r for r in preempted if r in self._producing)
-            self._follow_prefills(output, plan)
+            if self._progressive:  # else nothing is sent from blocks that the engine may take
+                preempted = output.preempted_req_ids or ()
+                plan.preempted = tuple(r for r in preempted if r in self._producing)
+            try:
+                self._follow_prefills(output, plan)
+            except Exception:
+                logger.exception("prefills under way are not pushed on: a fault of neuron_push")
+                self._distrust_prefills(plan)
             for request_id in output.finished_req_ids:
                 self._tails.pop(request_id, None)
         plan.before = self._commands + plan.before
@@ -190,23 +202,40 @@ class PushScheduler:
         prefill = self._producing.pop(request_id, None)
         if prefill is None or prefill.has_failed:
             return False, False
-        if succeeded:
+        if succeeded and not prefill.is_doubtful:
             if not self._progressive:
                 blocks = tuple(tuple(ids) for ids in block_ids)
                 self._commands.append(Progress(request_id, blocks, True, prefill.prompt.num_tokens))
             self._commands.append(FinishProducer(request_id))
             return True, True
         status = getattr(request.status, "name", str(request.status)).lower()
+        reason, detail = Reason.PRODUCER_ABORTED, f"the producer's request ended as {status}"
+        if prefill.is_doubtful:
+            reason = Reason.FAULT
+            detail = "a fault of neuron_push in the producer's engine: its log says which"
         self._commands.append(
             FailProducer(
                 request_id,
                 prefill.key,
-                Reason.PRODUCER_ABORTED,
-                f"the producer's request ended as {status}",
+                reason,
+                detail,
                 held=prefill.is_scheduled,
             )
         )
         return prefill.is_scheduled, True
+
+    def on_fault(self, request_id: str, block_ids: BlockIds, num_external: int) -> None:
+        """on_allocated raised: vLLM waits for a load that may not have been asked for."""
+        load = self._consuming.get(request_id)
+        if load is None or num_external <= 0:
+            return
+        load.is_opened = load.is_loading = True
+        blocks = tuple(  # not the local hits, which other requests share
+            tuple(ids[load.num_local // group.tokens_per_block :])
+            for ids, group in zip(block_ids, self._groups, strict=False)
+        )
+        detail = "a fault of neuron_push in this engine: its log says which"
+        self._commands.append(FailConsumer(request_id, Reason.FAULT, detail, blocks))
 
     def on_received(self, request_ids: Iterable[str]) -> None:
         """The ranks have reported these loads over, well or badly."""
@@ -225,19 +254,22 @@ class PushScheduler:
     def _new_producer(self, request: Request, params: ProducerParams) -> None:
         request_id, prompt = request.request_id, prompt_of(request)
         prefill = _Producing(params.key, prompt, prompt.num_tokens - 1)
+        self._producing[request_id] = prefill
         max_tokens = getattr(request.sampling_params, "max_tokens", 1)
-        if max_tokens != 1:
-            prefill.has_failed = True
+        if not self._is_producer:
+            reason = Reason.BAD_PARAMS
+            detail = "this engine's kv_role is kv_consumer: it sends no KV"
+        elif max_tokens != 1:
+            reason = Reason.MAX_TOKENS
             detail = (
                 f"the producer's request has max_tokens {max_tokens}, expected 1: the router "
                 "must limit the prefill leg to one token"
             )
-            self._commands.append(
-                FailProducer(request_id, params.key, Reason.MAX_TOKENS, detail, held=False)
-            )
         else:
             self._commands.append(BeginProducer(request_id, params.key, prompt))
-        self._producing[request_id] = prefill
+            return
+        prefill.has_failed = True
+        self._commands.append(FailProducer(request_id, params.key, reason, detail, held=False))
 
     def _follow_prefills(self, output: SchedulerOutput, plan: StepPlan) -> None:
         if not self._progressive:
@@ -250,6 +282,8 @@ class PushScheduler:
         for new in output.scheduled_new_reqs:
             prefill = self._producing.get(new.req_id)
             if prefill is not None:
+                if prefill.is_scheduled:  # resumed: model runner V2 is told so as if it were new
+                    plan.before.append(BeginProducer(new.req_id, prefill.key, prefill.prompt))
                 self._step(
                     plan, new.req_id, prefill, new.block_ids, new.num_computed_tokens,
                     scheduled.get(new.req_id, 0), written,
@@ -285,7 +319,7 @@ class PushScheduler:
         resumes: the prefix cache hands out blocks that another request of the same step has
         yet to fill.
         """
-        if prefill.has_failed:
+        if prefill.has_failed or prefill.is_doubtful:
             return
         prefill.is_scheduled = True
         blocks = tuple(tuple(ids) for ids in new_blocks or [() for _ in self._groups])
@@ -305,48 +339,32 @@ class PushScheduler:
         plan.after.append(Progress(request_id, blocks, False, final))
         prefill.is_complete = final >= prefill.end_token
 
+    def _distrust_prefills(self, plan: StepPlan) -> None:
+        """Their block tables may lack what a step gave them: each fails when it finishes."""
+        plan.ready, plan.after = [], []
+        for prefill in self._producing.values():
+            prefill.is_doubtful = prefill.is_scheduled = True
+
     def _written_blocks(self, output: SchedulerOutput) -> set[int]:
         """Blocks that this step's forward writes, of all requests.
 
-        Those newly given out, and the last block of each running request, which may have been
-        given out earlier and be filled only now.
+        Those newly given out, and the last two blocks of each running request, which may have
+        been given out earlier and be filled only now (two: speculation reserves ahead).
         """
         written: set[int] = set()
         for new in output.scheduled_new_reqs:
             for ids, group in zip(new.block_ids, self._groups, strict=True):
                 written.update(ids[new.num_computed_tokens // group.tokens_per_block :])
-            self._tails[new.req_id] = [ids[-1:] for ids in new.block_ids]
+            self._tails[new.req_id] = [ids[-2:] for ids in new.block_ids]
         cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            for ids in self._tails.get(request_id, ()):
-                written.update(ids)
+            for tail in self._tails.get(request_id, ()):
+                written.update(tail)
             if new_blocks is not None:
-                tails = self._tails.get(request_id) or [()] * len(new_blocks)
+                tails: BlockIds = self._tails.get(request_id) or [()] * len(new_blocks)
                 self._tails[request_id] = [
-                    ids[-1:] or tail for ids, tail in zip(new_blocks, tails, strict=True)
+                    (*tail, *ids)[-2:] for ids, tail in zip(new_blocks, tails, strict=True)
                 ]
                 for ids in new_blocks:
                     written.update(ids)
         return written
-
-
-def prompt_of(request: Request) -> Prompt:
-    """The prompt's length and a digest of everything its KV depends on.
-
-    Token ids, images and the like by their identifiers, the adapter, and the cache salt.
-    Prompts given as embeddings have no digest: their length alone is compared.
-    """
-    ids = request.prompt_token_ids
-    if ids is None:
-        return Prompt(request.num_prompt_tokens, b"")
-    digest = hashlib.blake2b(array("I", ids), digest_size=16)
-    extras: list[Any] = [f.identifier for f in getattr(request, "mm_features", None) or ()]
-    lora = getattr(request, "lora_request", None)
-    if lora is not None:
-        extras.append(("lora", lora.lora_name))
-    salt = getattr(request, "cache_salt", None)
-    if salt:
-        extras.append(("salt", salt))
-    if extras:
-        digest.update(repr(extras).encode())
-    return Prompt(request.num_prompt_tokens, digest.digest())

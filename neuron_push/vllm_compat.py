@@ -126,6 +126,23 @@ def group_facts(cache: KVCacheConfig) -> list[GroupFacts]:
     return facts
 
 
+def can_load(cache: KVCacheConfig, kv_role: str) -> bool:
+    """Whether a load that fails can be told to vLLM.
+
+    Raises UnsupportedError where it cannot, and loading is what this engine is for.
+    """
+    if TransferResults is not None or len(cache.kv_cache_groups) == 1:
+        return True
+    if kv_role != "kv_producer":
+        raise UnsupportedError(
+            f"vLLM {vllm_version()} cannot be told that a load failed where the model has several "
+            f"KV cache groups ({len(cache.kv_cache_groups)} here), and would answer from blocks "
+            "that nobody filled: start it as kv_producer, with "
+            "--disable-hybrid-kv-cache-manager, or on vLLM 0.30 or later"
+        )
+    return False
+
+
 def make_layout(
     config: VllmConfig,
     cache: KVCacheConfig,

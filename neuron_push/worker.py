@@ -9,7 +9,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from neuron_push.core.commands import AbortConsumer, OpenConsumer, Result, StepDone
+from neuron_push.core.commands import (
+    AbortConsumer,
+    FailConsumer,
+    OpenConsumer,
+    Result,
+    StepDone,
+)
 from neuron_push.core.session import Outcome
 from neuron_push.core.transfer import RankSetup, TransferThread
 from neuron_push.devices.base import DeviceBackend
@@ -54,8 +60,9 @@ class PushWorker:
         self._on_result = on_result
         self._plan: StepPlan | None = None
         self._handled_preemptions: StepPlan | None = None
-        self._loads: dict[str, tuple[int, ...]] = {}  # request id -> blocks of its only group
-        self._aborted: set[str] = set()
+        # Loads that vLLM waits for -> their blocks, where a failure can be told by those.
+        self._loads: dict[str, tuple[int, ...]] = {}
+        self._aborted: set[str] = set()  # of these
         self._silent: set[str] = set()  # asked for nothing: vLLM waits for no report
         self.transfer = TransferThread(setup)
         self.transfer.start()
@@ -67,12 +74,13 @@ class PushWorker:
         self.drain_preempted(plan)
         self._plan = plan
         for command in plan.before:
-            if isinstance(command, OpenConsumer):
-                if command.first_token == command.end_token:
+            if isinstance(command, OpenConsumer | FailConsumer):
+                blocks = command.blocks
+                if isinstance(command, OpenConsumer) and command.first_token == command.end_token:
                     self._silent.add(command.request_id)
-                elif len(command.blocks) == 1:
-                    self._loads[command.request_id] = command.blocks[0]
-            elif isinstance(command, AbortConsumer):
+                else:
+                    self._loads[command.request_id] = blocks[0] if len(blocks) == 1 else ()
+            elif isinstance(command, AbortConsumer) and command.request_id in self._loads:
                 self._aborted.add(command.request_id)
         commands = list(plan.before)
         if plan.ready:
@@ -127,13 +135,15 @@ class PushWorker:
             if result.outcome is not Outcome.FAILED:
                 self._silent.discard(request_id)
             return
+        if request_id not in self._loads:
+            return  # it failed before it had blocks (a long queue): vLLM has yet to ask for it
+        was_aborted = request_id in self._aborted
         if result.outcome is Outcome.FAILED:
-            if self._early_failures:
+            if self._early_failures and not was_aborted:
                 step.failed.add(request_id)
             return
-        blocks = self._loads.pop(request_id, None)
-        was_aborted = request_id in self._aborted
+        blocks = self._loads.pop(request_id)
         self._aborted.discard(request_id)
         step.received.add(request_id)
         if result.outcome is Outcome.RELEASED and not self._early_failures and not was_aborted:
-            step.invalid_blocks.update(blocks or ())
+            step.invalid_blocks.update(blocks)

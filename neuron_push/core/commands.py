@@ -121,11 +121,15 @@ class OpenConsumer:
 
 @dataclass(frozen=True, slots=True)
 class FailConsumer:
-    """The request cannot be loaded, for a reason known before anything was sent."""
+    """The request cannot be loaded, for a reason known before anything was sent.
+
+    ``blocks[g]`` are those that the load would have filled.
+    """
 
     request_id: str
     reason: Reason
     detail: str
+    blocks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

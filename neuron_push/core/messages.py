@@ -58,6 +58,7 @@ class Reason(enum.StrEnum):
     BAD_PARAMS = "bad_params"
     DIGEST_MISMATCH = "digest_mismatch"
     BUSY = "busy"
+    FAULT = "fault"
 
 
 # ------------------------------------------------------------------ notifications
