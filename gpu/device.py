@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
+from neuron_push_gpu.nvml import Gpu
+from neuron_push_gpu.preflight import GpuMachine, GpuPreflight, gpu_of
+
 from neuron_push.core.commands import Marker
 from neuron_push.core.layout import Allocation, Region
 from neuron_push.devices import near
@@ -26,8 +29,6 @@ from neuron_push.devices.base import (
 from neuron_push.devices.checks import Check, Description, described
 from neuron_push.devices.memory import DeviceReader, allocations_of
 from neuron_push.devices.strides import attention_regions
-from neuron_push_gpu.nvml import Gpu
-from neuron_push_gpu.preflight import GpuMachine, GpuPreflight, gpu_of
 
 POLL_S = 50e-6
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from neuron_push_gpu.nvml import Gpu, list_gpus, visible_gpus
+
 from neuron_push.devices.base import DeviceError, KvCaches, all_tensors
 from neuron_push.devices.checks import Check, run_in_order
-from neuron_push_gpu.nvml import Gpu, list_gpus, visible_gpus
 
 DMABUF_KERNEL = (5, 12)
 PEER_MODULES = ("nvidia_peermem", "efa_nv_peermem", "nv_peer_mem")

@@ -172,7 +172,7 @@ class DeviceBackend(Protocol):
 
 def tensors_of(cache: KvCache) -> tuple[TensorLike, ...]:
     """The tensors of one layer: one, or key and value."""
-    return tuple(cache) if isinstance(cache, (list, tuple)) else (cache,)  # type: ignore[arg-type]
+    return tuple(cache) if isinstance(cache, Sequence) else (cache,)
 
 
 def all_tensors(caches: KvCaches) -> Iterator[tuple[str, TensorLike]]:

@@ -141,9 +141,9 @@ class NeuronDevice:
                 "the agent was made, and would have gone on with host memory"
             )
             mend = (
-                "use the EFA installer's libfabric, put /opt/aws/neuron/lib and /opt/amazon/efa/lib "
-                "into LD_LIBRARY_PATH, and see that nothing in this process starts libfabric "
-                "before the runtime"
+                "use the EFA installer's libfabric, put /opt/aws/neuron/lib and "
+                "/opt/amazon/efa/lib into LD_LIBRARY_PATH, and see that nothing in this process "
+                "starts libfabric before the runtime"
             )
             return (Check("memory_type", "failed", says, mend),)
         return (

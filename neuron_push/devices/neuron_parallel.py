@@ -59,8 +59,8 @@ def replicated_head(
     distinct = sorted({tuple(group) for group in ours})
     if len(distinct) != total_heads or sorted(r for g in distinct for r in g) != [*range(tp_size)]:
         raise DeviceError(
-            f"neuronx-distributed shares KV heads in the groups {groups}, which do not give each of "
-            f"{tp_size} ranks one of {total_heads} KV heads: set kv_shared_group_size to "
+            f"neuronx-distributed shares KV heads in the groups {groups}, which do not give each "
+            f"of {tp_size} ranks one of {total_heads} KV heads: set kv_shared_group_size to "
             f"{tp_size // total_heads}"
         )
     return next(head for head, group in enumerate(distinct) if tp_rank in group)

@@ -242,7 +242,9 @@ class NeuronPreflight:
         told = f"{product or 'unknown type'}: {num_efa} EFA adapters, {num_neuron} Neuron devices"
         if product.startswith(("trn2", "trn3")) and num_efa < num_neuron:
             return _note(
-                "instance", told, "attach one EFA interface per Neuron device in the launch template"
+                "instance",
+                told,
+                "attach one EFA interface per Neuron device in the launch template",
             )
         return _ok("instance", told)
 

@@ -122,7 +122,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     ),
     Symptom(
         "bootstrap",
-        r"neuron_rt_root_comm_id|collective.{0,40}bootstrap.{0,40}(hang|timeout|timed out|deadlock)",
+        r"neuron_rt_root_comm_id|collective.{0,40}bootstrap.{0,40}(hang|time|deadlock)",
         "Two engines on one host use the same rendezvous: give each its own port in "
         "NEURON_RT_ROOT_COMM_ID.",
     ),

@@ -116,12 +116,15 @@ class Nrt:
                 if e.status == NrtStatus.RESOURCE and size < 64:
                     continue
                 raise
-            text = buffer.raw[: min(length.value, size)].partition(b"\0")[0].decode("ascii", "replace")
+            text = (
+                buffer.raw[: min(length.value, size)].partition(b"\0")[0].decode("ascii", "replace")
+            )
             match = _PCI_ADDRESS.fullmatch(text.strip())
             if match is None:
                 raise NrtError(
-                    f"nrt_get_attached_efa_bdf answered {text!r} for address {address:#x}; expected "
-                    "a PCI address such as 0000:c9:00.0: report this with the runtime's version"
+                    f"nrt_get_attached_efa_bdf answered {text!r} for address {address:#x}; "
+                    "expected a PCI address such as 0000:c9:00.0: report this with the runtime's "
+                    "version"
                 )
             domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
             return f"{domain:04x}:{bus:02x}:{device:02x}.{function:x}"

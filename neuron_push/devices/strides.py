@@ -39,7 +39,7 @@ def attention_regions(
 
     - ``(2, B, ., ., D)`` and ``(B, 2, ., ., D)``, K and V apart. Sizes tell which of the two dots
       is heads; where H = N, `order` does, which follows from the device's attention kernels;
-    - ``(B, H, N, K+V)`` with either interior (vLLM 0.28 on);
+    - ``(B, H, N, K+V)`` with either interior (vLLM 0.28 on), or heads and tokens the other way;
     - a key and a value tensor apart, each ``(B, H, N, D)``, ``(B, N, H, D)`` or, with tokens in
       tiles, ``(B, tiles, N / tiles, H, D)``;
     - MLA ``(B, N, C)`` and ``(B, 1, N, C)``;
@@ -142,11 +142,14 @@ def _apart(
 
 
 def _side_by_side(view: _View, facts: CacheFacts, device_id: int) -> tuple[Region, ...] | None:
-    """(B, H, N, K+V): each token's key and value adjoin, or each head's (CPU attention)."""
+    """(B, H, N, K+V): each token's key and value adjoin, or each head's (CPU attention).
+
+    Heads before tokens where they are equally many: that is how vLLM shows every such cache.
+    """
     k, v, tokens = facts.key_bytes, facts.value_bytes, facts.tokens_per_block
     if view.shape[3] * view.item != k + v or view.strides[3] != view.item:
         return None
-    grid = _grid(view, (0, 1, 2), facts)
+    grid = _grid(view, (0, 1, 2), facts) or _grid(view, (0, 2, 1), facts)
     if grid is None:
         return None
     if facts.interior == "plain":
@@ -217,7 +220,10 @@ def _latent(view: _View, facts: CacheFacts) -> _Grid | None:
 
 
 def _opaque(view: _View, facts: CacheFacts, device_id: int) -> Region:
-    """A block as one run of bytes, movable between equal engines only."""
+    """A block as one run of bytes, movable between equal engines only.
+
+    It counts as one head, whatever heads are in it.
+    """
     shape, strides = view.shape, view.strides
     span = view.item
     for size, stride in sorted(zip(shape[1:], strides[1:], strict=True), key=lambda s: s[1]):
@@ -226,12 +232,17 @@ def _opaque(view: _View, facts: CacheFacts, device_id: int) -> Region:
         span *= size
     ratio, rest = divmod(shape[0], facts.num_blocks)
     whole = span == view.item * prod(shape[1:])
-    adjoin = ratio == 1 or strides[0] == span  # kernel blocks subdivide vLLM's: in a row
     per_token, odd = divmod(span * ratio, facts.tokens_per_block)
-    if rest or not whole or not adjoin or per_token == 0 or odd:
+    if rest or not whole or per_token == 0 or odd:
         raise DeviceError(
             f"layer {facts.layer!r}: KV tensor of shape {shape}, strides {strides} bytes is none "
             f"that this release understands ({facts})"
+        )
+    # Kernel blocks may subdivide vLLM's: a block is that many of them in a row.
+    if ratio > 1 and strides[0] != span:
+        raise DeviceError(
+            f"layer {facts.layer!r}: {ratio} kernel blocks a block do not adjoin "
+            f"(stride {strides[0]} bytes, expected {span})"
         )
     grid = _Grid(ratio * strides[0], span * ratio, per_token)
     return _region(replace(facts, num_heads=1), "kv", view.base, grid, per_token, device_id)
