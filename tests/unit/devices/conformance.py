@@ -1,8 +1,8 @@
 """What every device backend must do. A third party subclasses this in its own tests.
 
-    class TestMine(Conformance):
-        @pytest.fixture
-        def bench(self) -> Bench: ...
+class TestMine(Conformance):
+    @pytest.fixture
+    def bench(self) -> Bench: ...
 """
 
 from __future__ import annotations
@@ -130,19 +130,18 @@ class Conformance:
     def test_marks_tell_the_truth_and_waiting_lets_others_run(self, bench: Bench) -> None:
         device = bench.device
         device.preflight(bench.caches)
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         mark = device.marker()
-        assert time.perf_counter() - began_s < 0.05, "marker() waits for nothing"
+        assert time.thread_time() - began_s < 0.05, "marker() does no work"
         if bench.finish is not None:
             assert not mark.done()
-            ran = threading.Event()
-            other = threading.Thread(target=ran.set)
+            assert mark.wait(0.01) is False
+            # Ends only if wait() lets the other thread have the interpreter.
+            other = threading.Thread(target=bench.finish)
             other.start()
-            assert mark.wait(0.05) is False
-            assert ran.is_set(), "wait() releases the interpreter lock"
+            assert mark.wait(10.0) is True
             other.join()
-            bench.finish()
-        assert mark.wait(5.0) is True
+        assert mark.wait(10.0) is True
         assert mark.done()
         assert mark.done(), "asking twice changes nothing"
 

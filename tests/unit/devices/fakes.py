@@ -12,12 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from neuron_push_gpu.nvml import Gpu
+from neuron_push_gpu.preflight import GpuMachine
 
 from neuron_push.devices.base import CacheFacts
 from neuron_push.devices.neuron_preflight import NeuronMachine
 from neuron_push.devices.nrt import Nrt
-from neuron_push_gpu.nvml import Gpu
-from neuron_push_gpu.preflight import GpuMachine
 
 HEADS, TOKENS, DIM, ITEM = 2, 4, 8, 2
 

@@ -10,11 +10,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from neuron_push_gpu.device import CudaDevice
 
 from neuron_push.devices.base import DeviceBackend, DeviceError, find_backend
 from neuron_push.devices.host import HostDevice
 from neuron_push.devices.neuron import NeuronDevice
-from neuron_push_gpu.device import CudaDevice
 from tests.unit.devices import fakes
 from tests.unit.devices.conformance import Bench, Conformance
 from tests.unit.devices.sample_backend import AbacusDevice
@@ -133,7 +133,7 @@ def test_a_third_party_is_found_by_its_entry_point(
     assert find_backend("neuron").name == "neuron"
     assert find_backend("privateuseone").name == "neuron"
     assert find_backend("cuda").name == "cuda"
-    with pytest.raises(DeviceError, match="'broken' .* does not load"):
+    with pytest.raises(DeviceError, match=r"'broken' .* does not load"):
         find_backend("slide rule")
     with pytest.raises(DeviceError, match=r"value 'x' is not allowed: one of \['auto'"):
         find_backend("cpu", "x")
