@@ -14,18 +14,20 @@ import typer
 from neuron_push import __version__
 from neuron_push.devices.cli import devices
 from neuron_push.extras import MissingExtraError
+from neuron_push.rails.cli import doctor, rails_app
 from neuron_push.router.cli import router
 
 app = typer.Typer(
     name="neuron-push",
     help="Push-based KV-cache transfer for disaggregated vLLM serving.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command("router")(router)
 app.command("devices")(devices)
+app.add_typer(rails_app, name="rails")
+app.command("doctor")(doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -279,6 +279,7 @@ class PushScheduler:
             return
         scheduled = output.num_scheduled_tokens
         written = self._written_blocks(output)
+        self._note_tails(output)
         for new in output.scheduled_new_reqs:
             prefill = self._producing.get(new.req_id)
             if prefill is not None:
@@ -349,22 +350,35 @@ class PushScheduler:
         """Blocks that this step's forward writes, of all requests.
 
         Those newly given out, and the last two blocks of each running request, which may have
-        been given out earlier and be filled only now (two: speculation reserves ahead).
+        been given out earlier and be filled only now (two: speculation reserves ahead). Empty if
+        no prefill of ours begins with a prefix hit: then nobody asks.
         """
+        cached = output.scheduled_cached_reqs
+        if not any(
+            new.num_computed_tokens > 0 and new.req_id in self._producing
+            for new in output.scheduled_new_reqs
+        ) and not any(request_id in self._producing for request_id in cached.resumed_req_ids):
+            return set()
         written: set[int] = set()
         for new in output.scheduled_new_reqs:
             for ids, group in zip(new.block_ids, self._groups, strict=True):
                 written.update(ids[new.num_computed_tokens // group.tokens_per_block :])
-            self._tails[new.req_id] = [ids[-2:] for ids in new.block_ids]
-        cached = output.scheduled_cached_reqs
         for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             for tail in self._tails.get(request_id, ()):
                 written.update(tail)
+            for ids in new_blocks or ():
+                written.update(ids)
+        return written
+
+    def _note_tails(self, output: SchedulerOutput) -> None:
+        """Remember each running request's last two blocks, for later steps."""
+        for new in output.scheduled_new_reqs:
+            self._tails[new.req_id] = [ids[-2:] for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if new_blocks is not None:
                 tails: BlockIds = self._tails.get(request_id) or [()] * len(new_blocks)
                 self._tails[request_id] = [
-                    (*tail, *ids)[-2:] for ids, tail in zip(new_blocks, tails, strict=True)
+                    ids[-2:] if len(ids) > 1 else (*tail, *ids)[-2:]
+                    for ids, tail in zip(new_blocks, tails, strict=True)
                 ]
-                for ids in new_blocks:
-                    written.update(ids)
-        return written

@@ -71,6 +71,7 @@ class PushWorker:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Metadata is bound: what can leave leaves now, while the forward runs."""
+        self.end_forward()  # of the step before, if its runner did not say
         self.drain_preempted(plan)
         self._plan = plan
         for command in plan.before:
@@ -94,6 +95,7 @@ class PushWorker:
         """
         if not plan.preempted or self._handled_preemptions is plan:
             return
+        self.end_forward()
         self._handled_preemptions = plan
         if not self.transfer.suspend(plan.preempted, DRAIN_TIMEOUT_S):
             logger.error(
@@ -113,8 +115,10 @@ class PushWorker:
             plan.after = []
 
     def take_results(self) -> StepResults:
-        """What has ended. In a step without work, waits a little for something to end."""
-        self.end_forward()
+        """What has ended. In a step without work, waits a little for something to end.
+
+        May be called before end_forward, while a drafter has yet to run.
+        """
         is_idle = self._plan is not None and self._plan.is_idle
         step = StepResults()
         for result in self.transfer.results(self._idle_wait_s if is_idle else 0.0):

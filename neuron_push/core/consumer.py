@@ -49,9 +49,7 @@ class ConsumerSession:
     connection has been torn down for ``quarantine_s``.
     """
 
-    def __init__(
-        self, key: str, nonce: int, *, patience_s: float, quarantine_s: float, now_s: float
-    ) -> None:
+    def __init__(self, key: str, nonce: int, *, patience_s: float, quarantine_s: float) -> None:
         self.key = key
         self.nonce = nonce
         self.legs: dict[str, ConsumerLeg] = {}
@@ -60,7 +58,8 @@ class ConsumerSession:
         self.reason: Reason | None = None
         self.detail = ""
         self._quarantine_s = quarantine_s
-        self._end_s = now_s + patience_s
+        # Counts from the registration: before it, the engine's own queue decides how long.
+        self._end_s = math.inf
         self._patience_s = patience_s
         self._resend_s = math.inf
         self._registered = False
@@ -97,6 +96,7 @@ class ConsumerSession:
         if self.outcome is not None:
             return []
         self._registered = True
+        self._end_s = now_s + self._patience_s
         actions: list[Action] = []
         for peer, message in messages.items():
             actions.append(Send(peer, message))
@@ -111,7 +111,7 @@ class ConsumerSession:
         self.outcome = Outcome.FAILED
         self.reason, self.detail = reason, detail
         actions: list[Action] = [Report(Outcome.FAILED, reason, detail)]
-        actions += self._stop(now_s)
+        actions += self._withdraw() + self._stop(now_s)
         return actions + self._settle()
 
     def on_abort(self, now_s: float) -> list[Action]:
@@ -120,11 +120,7 @@ class ConsumerSession:
             return []
         self.outcome = Outcome.FAILED
         self.reason = Reason.CANCELLED
-        actions: list[Action] = []
-        if not self._registered:
-            cancel = Cancel(self.key, self.nonce)
-            actions += [Send(peer, cancel) for peer in self._announced]
-        return actions + self._stop(now_s) + self._settle()
+        return self._withdraw() + self._stop(now_s) + self._settle()
 
     # ------------------------------------------------------------ the wire's events
 
@@ -188,6 +184,12 @@ class ConsumerSession:
         return actions + self._settle()
 
     # ------------------------------------------------------------ inside
+
+    def _withdraw(self) -> list[Action]:
+        """Ranks that only know this transfer by announcement need not wait for it."""
+        if self._registered:
+            return []
+        return [Send(peer, Cancel(self.key, self.nonce)) for peer in self._announced]
 
     def _stop(self, now_s: float) -> list[Action]:
         """Cancel every leg that may still write. Again after RESEND_S, until it answers."""

@@ -64,7 +64,6 @@ class Consuming:
         self._ask = ask
         self._loads: dict[str, _Load] = {}  # by request id
         self._by_nonce: dict[int, _Load] = {}
-        self._by_key: dict[str, _Load] = {}
         self._waiting: dict[str, dict[str, None]] = {}  # engine id -> request ids
 
     @property
@@ -104,10 +103,6 @@ class Consuming:
         load = self._loads.get(command.request_id)
         if load is None:
             return
-        if load.opened is None:
-            engine = self._shop.peers.find(load.target.engine_id)
-            if engine is not None:
-                load.session.on_announce(tuple(peer.name for peer in engine.producers))
         self._do(load, load.session.on_abort(now_s), now_s)
 
     # ------------------------------------------------------------ connections
@@ -143,8 +138,8 @@ class Consuming:
         sentence = f"no connection to {load.target.address} within {timeout_s:g} s"
         self._fail_handshake(load, sentence, now_s)
 
-    def on_peer_lost(self, name: str, key: str, now_s: float) -> None:
-        load = self._by_key.get(key)
+    def on_peer_lost(self, name: str, request_id: str, now_s: float) -> None:
+        load = self._loads.get(request_id)
         if load is not None:
             self._do(load, load.session.on_peer_lost(name, now_s), now_s)
 
@@ -184,17 +179,16 @@ class Consuming:
             secrets.randbits(63),
             patience_s=limits.request_timeout_s,
             quarantine_s=limits.quarantine_s,
-            now_s=now_s,
         )
         load = _Load(request_id, target, session, begun_s=now_s)
         self._loads[request_id] = load
         self._by_nonce[session.nonce] = load
-        self._by_key[key] = load
         self._shop.timers.set(("c", request_id), session.deadline_s)
         return load
 
     def _introduce(self, load: _Load, engine: PeerEngine, now_s: float) -> None:
         """Renew leases for an announced request by heartbeat until it registers."""
+        load.session.on_announce(tuple(peer.name for peer in engine.producers))
         for peer in engine.producers:
             peer.announced[load.session.key] = None
 
@@ -271,13 +265,18 @@ class Consuming:
             elif isinstance(action, Report):
                 self._report(load, action, now_s)
         for leg in session.legs.values():
-            is_open = leg.state in (CState.OPEN, CState.FENCING)
-            self._shop.mark_open(leg.peer, session.key, is_open, now_s)
+            peer = self._shop.peers.ranks.get(leg.peer)
+            if peer is None:
+                continue
+            if leg.state not in (CState.OPEN, CState.FENCING):
+                peer.loading.pop(load.request_id, None)
+            elif load.request_id not in peer.loading:
+                peer.need(now_s)
+                peer.loading[load.request_id] = session.key
         self._shop.timers.set(("c", load.request_id), session.deadline_s)
         if session.is_over:
             self._loads.pop(load.request_id, None)
             self._by_nonce.pop(session.nonce, None)
-            self._by_key.pop(session.key, None)
             self._shop.timers.set(("h", load.request_id), math.inf)
             engine = self._shop.peers.find(load.target.engine_id)
             for peer in engine.producers if engine else ():

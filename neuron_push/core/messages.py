@@ -180,6 +180,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="hb"):
 Message = Register | Segment | Nack | Cancel | CancelAck | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
+# msgspec skips unknown fields recursively, and gives up on deep ones with a RecursionError.
+_DECODE_ERRORS: Final = (msgspec.MsgspecError, RecursionError)
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
@@ -243,7 +245,7 @@ class Seal:
         self._accept(int.from_bytes(counter_bytes, "little"))
         try:
             message = _decoder.decode(body)
-        except msgspec.MsgspecError as e:
+        except _DECODE_ERRORS as e:
             raise MessageError(f"body does not decode: {e}") from e
         message.validate()
         return message
@@ -381,7 +383,7 @@ def decode_side(blob: bytes) -> SideMessage:
         raise MessageError(f"wire version {blob[3:4].hex()}, this side speaks {WIRE_VERSION}")
     try:
         message = _side_decoder.decode(blob[4:])
-    except msgspec.MsgspecError as e:
+    except _DECODE_ERRORS as e:
         raise MessageError(f"side-channel message does not decode: {e}") from e
     if isinstance(message, Hello | Welcome):
         _validate_card(message.card, message.secret)
@@ -392,6 +394,11 @@ def _validate_card(card: EngineCard, secret: bytes) -> None:
     if len(secret) != 32:
         raise MessageError(f"secret: {len(secret)} bytes, expected 32")
     identity = card.identity
+    if identity.tp_size < 1 or identity.pp_size < 1:
+        raise MessageError(
+            f"card.identity: tp_size {identity.tp_size}, pp_size {identity.pp_size}; expected 1 "
+            "or more"
+        )
     if len(card.ranks) != identity.tp_size * identity.pp_size:
         raise MessageError(
             f"card.ranks: {len(card.ranks)} ranks, expected tp_size {identity.tp_size} x "

@@ -18,9 +18,9 @@ class PeerRank:
     """One rank of a peer engine.
 
     ``outgoing`` plans WRITEs from this rank to it, ``incoming`` the other way; None where the
-    two have no KV in common in that direction. ``open_keys`` are the transfers that its death
-    would concern (an ordered set), ``announced`` those that will be registered once the
-    consumer has blocks.
+    two have no KV in common in that direction. Its death would
+    concern ``sending`` (keys of transfers to it, an ordered set) and ``loading`` (request id ->
+    key of transfers from it); ``announced`` keys will be registered once there are blocks.
     """
 
     name: str
@@ -32,10 +32,21 @@ class PeerRank:
     unit_tokens: int
     last_heard_s: float
     last_sent_s: float = 0.0
-    open_keys: dict[str, None] = field(default_factory=dict)
+    sending: dict[str, None] = field(default_factory=dict)
+    loading: dict[str, str] = field(default_factory=dict)
     announced: dict[str, None] = field(default_factory=dict)
     num_writes: int = 0
     is_lost: bool = False
+
+    def need(self, now_s: float) -> None:
+        """A transfer with it opens: its silence counts from here."""
+        if not self.is_needed:
+            self.last_heard_s = now_s
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a transfer with it is open."""
+        return bool(self.sending or self.loading)
 
     @property
     def memory(self) -> Memory:
@@ -156,7 +167,7 @@ class PeerTable:
         return [
             peer
             for peer in self.ranks.values()
-            if peer.open_keys and now_s - peer.last_heard_s > timeout_s
+            if peer.is_needed and now_s - peer.last_heard_s > timeout_s
         ]
 
 

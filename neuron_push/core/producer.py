@@ -31,6 +31,7 @@ class ProducerLeg:
     state: PState = PState.OPEN
     sent_tokens: int = 0
     num_segments: int = 0
+    is_lost: bool = False
     in_flight: set[int] = field(default_factory=set)
     reason: Reason | None = None
     detail: str = ""
@@ -70,6 +71,7 @@ class ProducerSession:
         self._prompt: Prompt | None = None
         self._deadline_s = math.inf
         self._expected_legs: int | None = None
+        self._engine = ""
         self._next_write_id = 0
         self._computing = False
         self._held = False
@@ -106,6 +108,8 @@ class ProducerSession:
         """The engine has scheduled the prefill (again, after a preemption)."""
         self.suspended = False
         self._computing = True
+        if self.local is Local.RELEASED:
+            self._held = self._sent = False  # a late prefill, or a key that is used again
         if self.local is not Local.ABSENT:
             return []
         self.local = Local.COMPUTING
@@ -117,7 +121,12 @@ class ProducerSession:
         return actions + self._advance()
 
     def on_progress(self, final_tokens: int, now_s: float) -> list[Action]:
-        """KV of tokens ``[0, final_tokens)`` is in memory and will not change again."""
+        """KV of tokens ``[0, final_tokens)`` is in memory and will not change again.
+
+        Ignored while suspended: a marker from before the preemption speaks of freed blocks.
+        """
+        if self.suspended:
+            return []
         self.final_tokens = final_tokens
         return self._advance()
 
@@ -154,23 +163,29 @@ class ProducerSession:
     # ------------------------------------------------------------ the wire's events
 
     def on_register(
-        self, peer: str, message: Register, *, unit_tokens: int, num_consumers: int, now_s: float
+        self,
+        peer: str,
+        message: Register,
+        *,
+        unit_tokens: int,
+        num_consumers: int,
+        now_s: float,
+        engine: str = "",
     ) -> list[Action]:
         """A consumer rank's registration, already checked against both layouts.
 
         ``unit_tokens``: segments other than the last end at multiples of it.
         ``num_consumers``: how many consumer ranks this rank serves for that engine.
+        ``engine``: names the engine process; the first one that speaks has the key.
         """
         actions: list[Action] = []
         leg = self.legs.get(peer)
         if leg is not None:
             self._register_again(leg, message, actions)
-            return actions
+            return actions + self._settle()
         leg = ProducerLeg(peer, message.nonce, message, unit_tokens)
         leg.sent_tokens = message.first_token
-        if self._expected_legs is None:
-            self._expected_legs = num_consumers
-        elif len(self.legs) >= self._expected_legs:
+        if not self._has_room(engine, num_consumers):
             # Another engine came with the same key. The first one keeps it: a leg of its own
             # would let a stranger's cancel release the first one's blocks.
             actions.append(
@@ -187,14 +202,12 @@ class ProducerSession:
         return actions + self._advance()
 
     def on_cancel(
-        self, peer: str, message: Cancel, *, num_consumers: int, now_s: float
+        self, peer: str, message: Cancel, *, num_consumers: int, now_s: float, engine: str = ""
     ) -> list[Action]:
         leg = self.legs.get(peer)
         if leg is None:
             # The cancel overtook the registration, or there never was one: remember it.
-            if self._expected_legs is None:
-                self._expected_legs = num_consumers
-            elif len(self.legs) >= self._expected_legs:
+            if not self._has_room(engine, num_consumers):
                 return [Send(peer, CancelAck(message.nonce))]
             leg = ProducerLeg(peer, message.nonce, None, 1, reason=Reason.CANCELLED)
             self.legs[peer] = leg
@@ -215,9 +228,10 @@ class ProducerSession:
         leg = self.legs.get(peer)
         if leg is None:
             return []
+        leg.is_lost = True
         leg.reason = leg.reason or Reason.PEER_LOST
         leg.move(PEvent.PEER_LOST)
-        return self._settle(silent_peer=peer)
+        return self._settle()
 
     def on_write_done(self, peer: str, write_id: int) -> list[Action]:
         self.legs[peer].in_flight.discard(write_id)
@@ -255,6 +269,12 @@ class ProducerSession:
         elif self.local is Local.ABSENT:
             self._deadline_s = now_s + self._patience_s
 
+    def _has_room(self, engine: str, num_consumers: int) -> bool:
+        """Whether one more consumer rank of ``engine`` may have a leg."""
+        if self._expected_legs is None:
+            self._expected_legs, self._engine = num_consumers, engine
+        return engine == self._engine and len(self.legs) < self._expected_legs
+
     def _register_again(self, leg: ProducerLeg, message: Register, actions: list[Action]) -> None:
         if leg.register == message:
             if leg.state is PState.STOPPED:
@@ -262,8 +282,13 @@ class ProducerSession:
                 actions.append(Send(leg.peer, Nack(leg.nonce, reason, leg.detail)))
                 actions.append(Send(leg.peer, CancelAck(leg.nonce)))
             return
-        reason = Reason.CANCELLED if leg.register is None else Reason.CONFLICT
-        detail = "this rank has registered this transfer before, differently"
+        reason, detail = Reason.CONFLICT, "this rank has registered this transfer before"
+        if leg.nonce == message.nonce and not leg.closed:
+            # Nothing may be acknowledged under this nonce before its WRITEs have ended.
+            self._fail_leg(leg, reason, f"{detail}, under this nonce, differently", actions)
+            return
+        if leg.nonce == message.nonce and leg.register is None:
+            reason, detail = Reason.CANCELLED, "its cancel came first"
         actions.append(Send(leg.peer, Nack(message.nonce, reason, detail)))
         actions.append(Send(leg.peer, CancelAck(message.nonce)))
 
@@ -313,14 +338,14 @@ class ProducerSession:
             leg.move(PEvent.LAST_POSTED)
         actions.append(Write(leg.peer, write_id, segment))
 
-    def _settle(self, silent_peer: str | None = None) -> list[Action]:
+    def _settle(self) -> list[Action]:
         """Close legs whose WRITEs have ended, and give the blocks back when all are closed."""
         actions: list[Action] = []
         for leg in self.legs.values():
             if leg.in_flight or leg.state not in (PState.CLOSING, PState.STOPPING):
                 continue
             leg.move(PEvent.DRAINED)
-            if not leg.is_done and leg.peer != silent_peer:
+            if not leg.is_done and not leg.is_lost:
                 actions.append(Send(leg.peer, CancelAck(leg.nonce)))
         if self.num_in_flight:
             return actions

@@ -30,7 +30,7 @@ from neuron_push.core.messages import (
 )
 from neuron_push.core.peers import PeerRank
 from neuron_push.core.producer import ProducerSession
-from neuron_push.core.session import Action, Local, Outcome, Report, Send, Write
+from neuron_push.core.session import Action, Outcome, Report, Send, Write
 from neuron_push.core.shop import Shop, window
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Producing:
         self._registered: dict[tuple[str, str], Tables] = {}  # (key, peer) -> block tables
         self._flights: list[_Flight] = []
         self._drains: list[_Drain] = []
+        self._strangers: set[str] = set()  # requests whose key another one had first
 
     @property
     def num_flights(self) -> int:
@@ -93,6 +94,17 @@ class Producing:
     # ------------------------------------------------------------ the engine
 
     def begin(self, command: BeginProducer, now_s: float) -> None:
+        first = self._by_key.get(command.key)
+        if first is not None and first.request_id != command.request_id:
+            logger.warning(
+                "transfer %s: request %s came while request %s has this key: it is not pushed. "
+                "The router must give each dispatch a transfer_id of its own.",
+                command.key,
+                command.request_id,
+                first.request_id,
+            )
+            self._strangers.add(command.request_id)
+            return
         if command.request_id not in self._prefills:
             groups = self._shop.layout.num_groups
             prefill = _Prefill(command.request_id, command.key, [[] for _ in range(groups)], now_s)
@@ -114,12 +126,16 @@ class Producing:
         self._do(session, session.on_progress(command.final_tokens, now_s), now_s)
 
     def finish(self, command: FinishProducer, now_s: float) -> None:
+        if self._turn_away(command.request_id, held=True):
+            return
         prefill = self._prefills.get(command.request_id)
         if prefill is not None:
             session = self._sessions[prefill.key]
             self._do(session, session.on_finish(now_s), now_s)
 
     def fail(self, command: FailProducer, now_s: float) -> None:
+        if self._turn_away(command.request_id, held=command.held):
+            return
         if command.request_id not in self._prefills and command.held:
             prefill = _Prefill(command.request_id, command.key, [], now_s)
             self._prefills[command.request_id] = self._by_key[command.key] = prefill
@@ -129,6 +145,15 @@ class Producing:
             session.on_fail(command.reason, command.detail, held=command.held, now_s=now_s),
             now_s,
         )
+
+    def _turn_away(self, request_id: str, *, held: bool) -> bool:
+        """True for a request whose key another one had: its blocks go back at once."""
+        if request_id not in self._strangers:
+            return False
+        self._strangers.discard(request_id)
+        if held:
+            self._shop.report(Result(request_id, Outcome.SENT))
+        return True
 
     def suspend(self, request_ids: tuple[str, ...]) -> threading.Event:
         """Post nothing more for these; the event is set when nothing of theirs is in flight."""
@@ -162,6 +187,7 @@ class Producing:
             message,
             unit_tokens=peer.unit_tokens,
             num_consumers=peer.engine.num_consumers,
+            engine=peer.engine.identity.incarnation,
             now_s=now_s,
         )
         leg = session.legs.get(peer.name)
@@ -172,7 +198,11 @@ class Producing:
     def on_cancel(self, peer: PeerRank, message: Cancel, now_s: float) -> None:
         session = self._session(message.key)
         actions = session.on_cancel(
-            peer.name, message, num_consumers=peer.engine.num_consumers, now_s=now_s
+            peer.name,
+            message,
+            num_consumers=peer.engine.num_consumers,
+            engine=peer.engine.identity.incarnation,
+            now_s=now_s,
         )
         self._do(session, actions, now_s)
 
@@ -251,18 +281,29 @@ class Producing:
                 self._post(session, action, now_s)
             else:
                 self._report(session, action, now_s)
-        for leg in session.legs.values():
-            self._shop.mark_open(leg.peer, session.key, not leg.closed, now_s)
+        self._mark_open(session, now_s)
         deadline_s = session.deadline_s
-        if session.local is Local.RELEASED:
+        if session.is_over:
             self._by_key.pop(session.key, None)
             for leg in session.legs.values():
                 self._registered.pop((session.key, leg.peer), None)
-            if session.is_over:
-                deadline_s = now_s + self._shop.limits.request_timeout_s
+            # It stays as a tombstone, to answer what comes late.
+            deadline_s = now_s + self._shop.limits.request_timeout_s
         self._shop.timers.set(("p", session.key), deadline_s)
         if self._drains:
             self._check_drains()
+
+    def _mark_open(self, session: ProducerSession, now_s: float) -> None:
+        """Peers learn whether their death would concern this transfer."""
+        for leg in session.legs.values():
+            peer = self._shop.peers.ranks.get(leg.peer)
+            if peer is None:
+                continue
+            if leg.closed:
+                peer.sending.pop(session.key, None)
+            elif session.key not in peer.sending:
+                peer.need(now_s)
+                peer.sending[session.key] = None
 
     def _post(self, session: ProducerSession, action: Write, now_s: float) -> None:
         peer = self._shop.peers.ranks.get(action.peer)

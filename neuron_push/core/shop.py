@@ -68,18 +68,6 @@ class Shop:
             return
         peer.last_sent_s = now_s
 
-    def mark_open(self, name: str, key: str, is_open: bool, now_s: float) -> None:
-        """Whether this peer rank's death would concern the transfer ``key``."""
-        peer = self.peers.ranks.get(name)
-        if peer is None:
-            return
-        if is_open:
-            if not peer.open_keys:
-                peer.last_heard_s = now_s  # silence counts from here
-            peer.open_keys[key] = None
-        else:
-            peer.open_keys.pop(key, None)
-
     def count(self, reason: Reason | None) -> None:
         if reason is not None:
             name = reason.value

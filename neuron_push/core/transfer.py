@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
 from neuron_push.core.agent import Agent, AgentError
 from neuron_push.core.coalesce import PlanError
@@ -54,6 +56,8 @@ above it a completion is seen late (NIXL 1.4.1 over tcp: flat from 50 to 200 us)
 IDLE_POLL_S = 1e-3
 LINK_POLL_S = 1e-3
 KEYS_PER_HEARTBEAT = 256
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -322,7 +326,7 @@ class TransferThread:
                 self._lose(peer, f"not heard for {limits.peer_timeout_s:g} s", now_s)
         beat_s = limits.peer_timeout_s / 4
         for peer in list(self._shop.peers.ranks.values()):
-            if (peer.open_keys or peer.announced) and now_s - peer.last_sent_s >= beat_s:
+            if (peer.is_needed or peer.announced) and now_s - peer.last_sent_s >= beat_s:
                 keys = tuple(_rotate(peer, KEYS_PER_HEARTBEAT))
                 self._shop.send(peer.name, Heartbeat(keys), now_s)
 
@@ -333,9 +337,10 @@ class TransferThread:
         self.counters.lost_peers += 1
         self._shop.peers.drop(engine)
         for rank in engine.ranks:
-            for key in list(rank.open_keys):
+            for key in list(rank.sending):
                 self._producing.on_peer_lost(rank.name, key, now_s)
-                self._consuming.on_peer_lost(rank.name, key, now_s)
+            for request_id in list(rank.loading):
+                self._consuming.on_peer_lost(rank.name, request_id, now_s)
         identity = engine.identity
         self._link.send(PeerLost(identity.engine_id, identity.incarnation, sentence))
 
@@ -379,15 +384,15 @@ class TransferThread:
 
 
 def _rotate(peer: PeerRank, num_keys: int) -> list[str]:
-    """The next keys to renew: each of a long list has its turn."""
-    announced = _head(peer.announced, num_keys)
-    return announced + _head(peer.open_keys, num_keys - len(announced))
+    """The next keys of ours to renew with this producer: each of a long list has its turn."""
+    keys = _head(peer.announced, num_keys)
+    loading = _head(peer.loading, num_keys - len(keys))
+    return keys + [peer.loading[request_id] for request_id in loading]
 
 
-def _head(keys: dict[str, None], num_keys: int) -> list[str]:
-    """Take keys from the front of an ordered set and put them at its back."""
-    head = [key for key, _ in zip(keys, range(num_keys), strict=False)]
-    for key in head:
-        del keys[key]
-        keys[key] = None
+def _head(ordered: dict[str, T], num: int) -> list[str]:
+    """Take the first ``num`` entries of an ordered dict and move them to its end."""
+    head = list(islice(ordered, num))
+    for name in head:
+        ordered[name] = ordered.pop(name)
     return head

@@ -161,8 +161,7 @@ jsons = st.recursive(
 def test_anything_else_is_a_config_error(options: dict[str, Any]) -> None:
     try:
         config = PushConfig.load(options, {})
-    except ConfigError as e:
-        assert str(e)
-    else:
-        assert 1 <= config.side_channel_port <= 65_535
-        assert config.lease_s > 0
+    except ConfigError:
+        return
+    assert 1 <= config.side_channel_port <= 65_535
+    assert config.lease_s > 0

@@ -74,16 +74,32 @@ class Producer(ProducerSession):
         return told(actions)
 
     def register(
-        self, message: Register, peer: str = "d0", *, unit: int = 4, of: int = 1, at: float = 0.0
+        self,
+        message: Register,
+        peer: str = "d0",
+        *,
+        unit: int = 4,
+        of: int = 1,
+        at: float = 0.0,
+        engine: str = "",
     ) -> list[str]:
         return self.do(
-            self.on_register(peer, message, unit_tokens=unit, num_consumers=of, now_s=at)
+            self.on_register(
+                peer, message, unit_tokens=unit, num_consumers=of, now_s=at, engine=engine
+            )
         )
 
     def cancel(
-        self, peer: str = "d0", *, nonce: int = 7, of: int = 1, at: float = 0.0
+        self,
+        peer: str = "d0",
+        *,
+        nonce: int = 7,
+        of: int = 1,
+        at: float = 0.0,
+        engine: str = "",
     ) -> list[str]:
-        return self.do(self.on_cancel(peer, Cancel(KEY, nonce), num_consumers=of, now_s=at))
+        cancel = Cancel(KEY, nonce)
+        return self.do(self.on_cancel(peer, cancel, num_consumers=of, now_s=at, engine=engine))
 
     def begin(self, prompt: Prompt = PROMPT) -> list[str]:
         return self.do(self.on_begin(prompt, 0.0))
@@ -302,6 +318,23 @@ def test_a_second_registration_under_a_new_nonce_is_refused_and_the_first_one_ke
     assert p.progress(10) == ["write d0 4:10 last of 2"]
 
 
+def test_a_different_registration_under_the_same_nonce_is_acknowledged_after_the_writes() -> None:
+    p = computing(final=4)
+    assert p.register(wants(nonce=7)) == ["write d0 0:4"]
+    assert p.register(wants(first=2, nonce=7)) == ["nack d0 conflict"]
+    assert p.progress(10) == []
+    assert p.register(wants(first=2, nonce=7)) == []
+    assert p.written() == ["ack d0"]
+    assert p.register(wants(first=2, nonce=7)) == ["nack d0 conflict", "ack d0"]
+
+
+def test_a_cancel_is_remembered_for_its_own_nonce() -> None:
+    p = computing()
+    assert p.cancel(nonce=7) == ["ack d0"]
+    assert p.register(wants(nonce=7)) == ["nack d0 cancelled", "ack d0"]
+    assert p.register(wants(nonce=8)) == ["nack d0 conflict", "ack d0"]
+
+
 def test_a_second_engine_with_the_same_key_is_refused_and_cannot_release_blocks() -> None:
     p = computing(final=4)
     p.register(wants(nonce=7), "d0")
@@ -309,6 +342,14 @@ def test_a_second_engine_with_the_same_key_is_refused_and_cannot_release_blocks(
     assert p.cancel("x0", nonce=9) == ["ack x0"]
     assert p.lose("x0") == []
     assert p.progress(10) == ["write d0 4:10 last of 2"]
+
+
+def test_a_second_engine_does_not_take_the_place_of_a_rank_that_is_still_to_come() -> None:
+    p = computing(final=4)
+    assert p.register(wants(), "d0", of=2, engine="d") == ["write d0 0:4"]
+    assert p.cancel("x1", nonce=9, of=2, engine="x") == ["ack x1"]
+    assert p.register(wants(nonce=9), "x0", of=2, engine="x") == ["nack x0 conflict", "ack x0"]
+    assert p.register(wants(), "d1", of=2, engine="d") == ["write d1 0:4"]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +514,7 @@ def test_peer_lost_mid_write_frees_once_the_write_has_ended() -> None:
     p.register(wants())
     p.finish()
     assert p.lose() == []
-    assert p.write_fails()[-1] == "sent"
+    assert p.write_fails() == ["sent"]
 
 
 def test_peer_lost_after_done_changes_nothing() -> None:
@@ -505,6 +546,15 @@ def test_a_registration_while_preempted_waits_for_the_resumption() -> None:
     p.on_suspend()
     assert p.register(wants()) == []
     assert p.begin() == []
+    assert p.progress(4) == ["write d0 0:4"]
+
+
+def test_progress_from_before_the_preemption_is_not_believed_after_it() -> None:
+    p = computing(final=4)
+    p.on_suspend()
+    assert p.progress(8) == []  # the completion marker of a step that ran before
+    assert p.begin() == []
+    assert p.register(wants()) == []
     assert p.progress(4) == ["write d0 0:4"]
 
 
@@ -574,6 +624,17 @@ def test_an_abort_that_comes_after_patience_is_over_gets_its_blocks_back() -> No
     assert p.fail(held=True) == []
 
 
+def test_a_key_that_is_used_again_sends_nothing_but_gets_its_blocks_back() -> None:
+    p = computing(final=10)
+    p.register(wants(nonce=7))
+    p.finish()
+    assert p.written() == ["sent"]
+    assert p.begin() == []
+    assert p.progress(10) == []
+    assert p.register(wants(nonce=8)) == ["nack d0 conflict", "ack d0"]
+    assert p.finish() == ["sent"]
+
+
 def test_patience_renewed_by_heartbeat() -> None:
     p = Producer()
     p.register(wants(), at=0.0)
@@ -595,7 +656,7 @@ def test_heartbeats_do_not_revive_what_is_over() -> None:
 
 class Consumer(ConsumerSession):
     def __init__(self) -> None:
-        super().__init__(KEY, 7, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S, now_s=0.0)
+        super().__init__(KEY, 7, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S)
 
     def segment(self, index: int, count: int = 0, peer: str = "p0") -> list[str]:
         segment = Segment(7, index, count, index * 4, index * 4 + 4)
@@ -757,9 +818,18 @@ def test_time_out() -> None:
     assert c.ack() == ["released timeout"]
 
 
-def test_time_out_before_registering() -> None:
+def test_no_time_out_before_registering() -> None:
+    """How long a request waits for blocks is the engine's business."""
     c = Consumer()
-    assert c.tick(PATIENCE_S) == ["failed timeout", "released timeout"]
+    assert c.deadline_s == math.inf
+    assert c.tick(PATIENCE_S) == []
+
+
+def test_failing_before_registering_withdraws_the_announcement() -> None:
+    c = Consumer()
+    c.on_announce(("p0", "p1"))
+    lines = told(c.on_fail(Reason.HANDSHAKE, "", 0.0))
+    assert lines == ["failed handshake", "cancel p0", "cancel p1", "released handshake"]
 
 
 def test_a_lost_producer_fails_at_once_and_is_quarantined() -> None:

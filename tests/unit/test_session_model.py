@@ -8,12 +8,13 @@ same key. Hypothesis draws what happens; the assertions say what must never happ
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from neuron_push.core.consumer import ConsumerSession
 from neuron_push.core.messages import Cancel, CancelAck, Message, Nack, Reason, Register, Segment
@@ -120,6 +121,8 @@ class World:
     def source_does(self, source: Source, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
+                link = self.link(source.rank, action.peer)
+                assert link.is_up or source.rank in link.unaware, "a word to a peer known lost"
                 if isinstance(action.message, CancelAck):
                     nonce = action.message.nonce
                     source.acknowledged.add(nonce)
@@ -194,10 +197,11 @@ class World:
                 unit_tokens=self.units[sender],
                 num_consumers=size,
                 now_s=self.now_s,
+                engine=sender[0],
             )
         else:
             actions = source.session.on_cancel(
-                sender, message, num_consumers=size, now_s=self.now_s
+                sender, message, num_consumers=size, now_s=self.now_s, engine=sender[0]
             )
         self.source_does(source, actions)
 
@@ -306,11 +310,16 @@ class World:
         actions = source.session.on_fail(reason, "", held=held, now_s=self.now_s)
         self.source_does(source, actions)
 
+    def start_again(self, source: Source) -> None:
+        """Another request of the engine carries the same key."""
+        assert source.sent == source.held
+        source.engine, source.held, source.sent = "waiting", False, False
+        source.computed = 0
+        source.markers.clear()
+
     def new_dest(self, rank: str, key: str) -> Dest:
         nonce = len(self.dests) + 1
-        session = ConsumerSession(
-            key, nonce, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S, now_s=self.now_s
-        )
+        session = ConsumerSession(key, nonce, patience_s=PATIENCE_S, quarantine_s=QUARANTINE_S)
         dest = self.dests[nonce] = Dest(rank, key, session)
         session.on_announce(tuple(self.producers))
         return dest
@@ -383,18 +392,34 @@ class World:
             assert source.session.open_peers() == []
 
 
-PICK = st.integers(0, 11)
-FEW = st.sampled_from([1, 1, 2])
+LIFE = ["producer"] * 4 + ["consumer"] * 3 + ["packet"] * 3 + ["write"] * 2
+LIFE += ["all arrives", "heartbeat", "a moment passes", "loss noticed"]
+MISHAPS = [
+    "preempted",
+    "producer aborts",
+    "key used again",
+    "consumer aborts",
+    "consumer fails",
+    "packet lost",
+    "packet doubled",
+    "write lands early",
+    "write fails",
+    "long time passes",
+    "connection breaks",
+    "rank dies",
+]
+RANGES = [(0, NUM_TOKENS)] * 4 + [(1, NUM_TOKENS), (4, NUM_TOKENS), (0, 4), (NUM_TOKENS,) * 2]
+LIES = ["no"] * 10 + ["count", "hash"]
+
+Step = tuple[str, int, int, tuple[int, int], str]
+"""What happens, two numbers to pick whom it happens to, and what a registration says."""
 
 
-class Sessions(RuleBasedStateMachine):
-    """Each rule is one thing that may happen next. Mishaps are rare, or nothing would get far."""
+class Life:
+    """Plays steps in a world. A step that cannot happen there does nothing."""
 
-    world: World
-
-    @initialize(p=FEW, d=FEW, keys=FEW, stranger=st.booleans())
-    def start(self, p: int, d: int, keys: int, stranger: bool) -> None:
-        self.world = World(p, d, keys, stranger=stranger)
+    def __init__(self, world: World) -> None:
+        self.world = world
 
     def source(self, pick: int, *engine: str) -> Source | None:
         found = [s for s in self.world.living_sources() if s.engine in engine]
@@ -404,136 +429,157 @@ class Sessions(RuleBasedStateMachine):
         found = [d for d in self.world.living_dests() if not d.session.is_over]
         return found[pick % len(found)] if found else None
 
-    # -------------------------------------------------------- engines
+    def play(self, step: Step) -> None:
+        what, pick, other, tokens, lie = step
+        if what == "consumer":
+            self.consumer_goes_on(pick, other, tokens, lie)
+        elif what in LIFE:
+            self.go_on(what, pick, other)
+        else:
+            self.go_astray(what, pick)
+            self.go_wrong(what, pick, other)
 
-    @rule(pick=PICK, tokens=st.integers(1, NUM_TOKENS), is_told=st.booleans())
-    def producer_goes_on(self, pick: int, tokens: int, is_told: bool) -> None:
-        source = self.source(pick, "waiting", "preempted", "computing")
-        if source is None:
-            return
-        if source.engine != "computing":
+    def go_on(self, what: str, pick: int, other: int) -> None:
+        world = self.world
+        unaware = [(*pd, who) for pd, x in world.links.items() for who in sorted(x.unaware)]
+        if what == "producer":
+            if source := self.source(pick, "waiting", "preempted", "computing"):
+                self.producer_goes_on(source, other)
+        elif what == "packet" and world.packets:
+            world.deliver(*world.packets.pop(pick % len(world.packets)))
+        elif what == "write" and world.flights:
+            world.end(world.flights[pick % len(world.flights)], well=True)
+        elif what == "all arrives" and other % 2:
+            world.pump()
+        elif what == "heartbeat" and (dest := self.dest(pick)):
+            source = world.sources[world.producers[other % len(world.producers)], dest.key]
+            if source.rank not in world.dead and world.link(source.rank, dest.rank).is_up:
+                source.session.on_renew(world.now_s)
+        elif what == "a moment passes":
+            world.advance(0.2 * (1 + pick))
+        elif what == "loss noticed" and unaware:
+            world.notice_loss(*unaware[pick % len(unaware)])
+
+    def producer_goes_on(self, source: Source, chance: int) -> None:
+        if source.markers and chance % 3:
+            self.world.tell_progress(source)
+        elif source.engine != "computing":
             self.world.begin(source)
         elif source.computed == NUM_TOKENS:
             self.world.finish(source)
         else:
-            source.computed = min(NUM_TOKENS, source.computed + tokens)
+            source.computed = min(NUM_TOKENS, source.computed + 1 + chance % 4)
             source.markers.append(source.computed)
-            if is_told:
-                self.world.tell_progress(source)
 
-    @rule(pick=PICK)
-    def progress_is_told(self, pick: int) -> None:
-        found = [s for s in self.world.living_sources() if s.markers]
-        if found:
-            self.world.tell_progress(found[pick % len(found)])
-
-    @rule(
-        ranks=st.tuples(PICK, PICK),
-        first=st.sampled_from([0, 0, 0, 1, 4, NUM_TOKENS]),
-        end=st.sampled_from([NUM_TOKENS, NUM_TOKENS, NUM_TOKENS, 4]),
-        lie=st.sampled_from(["no"] * 8 + ["count", "hash"]),
-    )
-    def consumer_goes_on(self, ranks: tuple[int, int], first: int, end: int, lie: str) -> None:
+    def consumer_goes_on(self, pick: int, other: int, tokens: tuple[int, int], lie: str) -> None:
         world = self.world
-        rank = world.consumers[ranks[0] % len(world.consumers)]
-        key = world.keys[ranks[1] % len(world.keys)]
+        rank = world.consumers[pick % len(world.consumers)]
+        key = world.keys[other % len(world.keys)]
         mine = [x for x in world.dests.values() if (x.rank, x.key) == (rank, key)]
         if rank in world.dead:
             return
-        if not mine or mine[-1].session.is_over:
+        if not mine or (mine[-1].session.is_over and len(mine) < 3):
             world.new_dest(rank, key)
         elif not mine[-1].wanted:
-            world.register(mine[-1], min(first, end), end, lie=lie)
+            world.register(mine[-1], *tokens, lie=lie)
 
-    @rule(pick=PICK, rank=PICK)
-    def heartbeat(self, pick: int, rank: int) -> None:
+    def go_astray(self, what: str, pick: int) -> None:
+        packets, flights = self.world.packets, self.world.flights
+        if what == "packet lost" and packets:
+            packets.pop(pick % len(packets))
+        elif what == "packet doubled" and packets:
+            self.world.deliver(*packets[pick % len(packets)])
+        elif what == "write lands early" and flights:
+            self.world.land(flights[pick % len(flights)])
+        elif what == "write fails" and flights:
+            self.world.end(flights[pick % len(flights)], well=False)
+
+    def go_wrong(self, what: str, pick: int, other: int) -> None:
         world = self.world
-        dest = self.dest(pick)
-        if dest is None:
-            return
-        source = world.sources[world.producers[rank % len(world.producers)], dest.key]
-        if source.rank not in world.dead and world.link(source.rank, dest.rank).is_up:
-            source.session.on_renew(world.now_s)
-
-    # -------------------------------------------------------- the wire and time
-
-    @precondition(lambda self: self.world.packets)
-    @rule(pick=PICK, what=st.sampled_from(["deliver"] * 6 + ["double", "drop"]))
-    def packet(self, pick: int, what: str) -> None:
-        packets = self.world.packets
-        index = pick % len(packets)
-        packet = packets[index] if what == "double" else packets.pop(index)
-        if what != "drop":
-            self.world.deliver(*packet)
-
-    @precondition(lambda self: self.world.flights)
-    @rule(pick=PICK, what=st.sampled_from(["land", "land", "done", "done", "done", "fail"]))
-    def write(self, pick: int, what: str) -> None:
-        flight = self.world.flights[pick % len(self.world.flights)]
-        if what == "land":
-            self.world.land(flight)
-        else:
-            self.world.end(flight, well=what == "done")
-
-    @rule()
-    def everything_arrives(self) -> None:
-        self.world.pump()
-
-    @rule(seconds=st.sampled_from([0.2, 1.0, 1.0, QUARANTINE_S, LEASE_S, PATIENCE_S]))
-    def time_passes(self, seconds: float) -> None:
-        self.world.advance(seconds)
-
-    # -------------------------------------------------------- mishaps
-
-    @rule(
-        pick=PICK,
-        other=PICK,
-        what=st.sampled_from(
-            ["nothing"] * 6
-            + ["preempt", "preempt", "abort", "consumer aborts", "consumer aborts"]
-            + ["consumer fails", "connection", "rank"]
-        ),
-    )
-    def mishap(self, pick: int, other: int, what: str) -> None:
-        world = self.world
-        if what == "preempt" and (source := self.source(pick, "computing")):
+        if what == "preempted" and (source := self.source(pick, "computing")):
             world.preempt(source, writes_end_well=bool(other % 2))
-        elif what == "abort":
+        elif what == "producer aborts":
             if source := self.source(pick, "waiting", "computing", "preempted", "finished"):
                 world.fail(source)
+        elif what == "key used again":
+            source = self.source(pick, "finished", "failed")
+            if source and source.session.is_over:
+                world.start_again(source)
         elif what == "consumer aborts" and (dest := self.dest(pick)):
             world.abort(dest)
         elif what == "consumer fails" and (dest := self.dest(pick)):
             actions = dest.session.on_fail(Reason.DIGEST_MISMATCH, "", world.now_s)
             world.dest_does(dest, actions)
-        elif what == "connection":
+        elif what == "long time passes":
+            world.advance([QUARANTINE_S, LEASE_S, PATIENCE_S][pick % 3])
+        elif what == "connection breaks":
             producer = world.producers[pick % len(world.producers)]
             world.lose(producer, world.consumers[other % len(world.consumers)])
-        elif what == "rank" and not world.dead:
+        elif what == "rank dies" and not world.dead:
             ranks = world.producers + world.consumers
             world.kill(ranks[pick % len(ranks)])
 
-    @rule(pick=PICK)
-    def loss_is_noticed(self, pick: int) -> None:
-        found = [(p, d, w) for (p, d), x in self.world.links.items() for w in sorted(x.unaware)]
-        if found:
-            self.world.notice_loss(*found[pick % len(found)])
-
-    def teardown(self) -> None:
-        if not hasattr(self, "world"):
-            return
+    def end(self) -> None:
+        """The wire is well again and time passes: everything has to come to its end."""
         world = self.world
         world.settle()
         for source in world.living_sources():  # no engine computes for ever
             if source.engine in ("computing", "preempted"):
                 world.fail(source)
+        for dest in world.living_dests():  # nor does a request wait for blocks for ever
+            if not dest.wanted and not dest.session.is_over:
+                world.abort(dest)
         world.settle()
         world.check_ends()
-        for dest in world.living_dests():
-            event(f"{dest.outcomes[-1].value}, {dest.session.reason}")
 
 
-class TestSessions(Sessions.TestCase):
+# ------------------------------------------------------------ hypothesis plays
+
+FEW = st.sampled_from([1, 1, 2])
+PICK = st.integers(0, 11)
+LIE = st.sampled_from(LIES)
+RANGE = st.sampled_from(RANGES)
+
+
+class Sessions(RuleBasedStateMachine):
+    """Only few kinds of mishaps in one example: all of them would keep it from going anywhere."""
+
+    life: Life
+    mishaps: list[str]
+
+    @initialize(
+        p=FEW,
+        d=FEW,
+        keys=FEW,
+        stranger=st.booleans(),
+        mishaps=st.lists(st.sampled_from(MISHAPS), min_size=1, max_size=4, unique=True),
+    )
+    def start(self, p: int, d: int, keys: int, stranger: bool, mishaps: list[str]) -> None:
+        self.life = Life(World(p, d, keys, stranger=stranger))
+        self.mishaps = mishaps
+
+    @rule(
+        steps=st.lists(
+            st.tuples(st.sampled_from(LIFE), PICK, PICK, RANGE, LIE), min_size=1, max_size=8
+        )
+    )
+    def all_goes_well(self, steps: list[Step]) -> None:
+        for step in steps:
+            self.life.play(step)
+
+    @rule(which=PICK, pick=PICK, other=PICK)
+    def something_goes_wrong(self, which: int, pick: int, other: int) -> None:
+        what = self.mishaps[which % len(self.mishaps)]
+        self.life.play((what, pick, other, (0, 0), "no"))
+
+    def teardown(self) -> None:
+        if hasattr(self, "life"):
+            self.life.end()
+            for dest in self.life.world.living_dests():
+                event(f"{dest.outcomes[-1].value}, {dest.session.reason}")
+
+
+class TestSessions(Sessions.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(
         max_examples=300,
         stateful_step_count=50,
@@ -545,5 +591,73 @@ class TestSessions(Sessions.TestCase):
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-class TestSessionsForLong(Sessions.TestCase):
+class TestSessionsForLong(Sessions.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(TestSessions.settings, max_examples=20_000)
+
+
+# ------------------------------------------------------------ chance plays
+
+Walk = tuple[tuple[int, int, int, bool], list[Step]]
+
+
+def random_walk(seed: int) -> Walk:
+    """Many more steps a second than hypothesis plays, and evenly spread over what can happen."""
+    rng = random.Random(seed)
+    size = (rng.choice([1, 1, 2]), rng.choice([1, 1, 2]), rng.choice([1, 1, 2]), rng.random() < 0.2)
+    mishaps = rng.sample(MISHAPS, rng.randint(1, 5))
+    rate = rng.choice([0.05, 0.2, 0.4])
+    steps: list[Step] = []
+    for _ in range(rng.randint(10, 60) * (size[0] + size[1]) * size[2] // 2):
+        what = rng.choice(mishaps if rng.random() < rate else LIFE)
+        pick, other = rng.randrange(12), rng.randrange(12)
+        steps.append((what, pick, other, rng.choice(RANGES), rng.choice(LIES)))
+    return size, steps
+
+
+def what_goes_wrong(walk: Walk) -> str:
+    """An assertion's text, or nothing."""
+    (p, d, keys, stranger), steps = walk
+    life = Life(World(p, d, keys, stranger=stranger))
+    try:
+        for step in steps:
+            life.play(step)
+        life.end()
+    except (AssertionError, KeyError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def shortest(walk: Walk) -> Walk:
+    """The same failure with as few steps as leaving some out can reach."""
+    size, steps = walk
+    error = what_goes_wrong(walk)
+    length = len(steps)
+    while length:
+        start = 0
+        while start < len(steps):
+            fewer = steps[:start] + steps[start + length :]
+            if what_goes_wrong((size, fewer)) == error:
+                steps = fewer
+            else:
+                start += length
+        length //= 2
+    return size, steps
+
+
+def walk_all(seeds: range) -> None:
+    for seed in seeds:
+        walk = random_walk(seed)
+        if error := what_goes_wrong(walk):
+            size, steps = shortest(walk)
+            story = "\n".join(str(step) for step in steps)
+            pytest.fail(f"seed {seed}, size {size}: {error}, after\n{story}")
+
+
+def test_random_walks() -> None:
+    walk_all(range(6000))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_random_walks_for_long() -> None:
+    walk_all(range(6000, 1_000_000))
