@@ -16,7 +16,7 @@ def select() -> Any:
     """The machine's selection of rails. Raises whatever rails raises."""
     from neuron_push import rails
 
-    return rails.select_here()  # type: ignore[attr-defined]
+    return rails.select_here()
 
 
 def locality_of(pci_address: str | None, attached_nic: str | None, why: str) -> Locality:
@@ -67,7 +67,7 @@ def environment_of(pci_address: str | None) -> dict[str, str]:
             if len(seen) != 1:
                 return {}
             device = seen[0].pci_address
-        found = rails.environment_for(device, selection=selection)  # type: ignore[attr-defined]
+        found = rails.environment_for(device, selection=selection)
     except Exception:
         return {}
     return dict(found)
@@ -78,11 +78,14 @@ def rails_taken(metadata: bytes) -> Check:
     try:
         from neuron_push import rails
 
-        checks = rails.compare_metadata(metadata, select())  # type: ignore[attr-defined]
+        checks = rails.compare_metadata(metadata, select())
     except Exception as e:
         return Check("rails", "note", f"which rails NIXL took is not known: {e}")
     bad = [f"{check.what}: {check.words}" for check in checks if check.is_bad]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         return Check("rails", "note", f"{bad[0]}{more}", "run neuron-push doctor")
+    unknown = [check.words for check in checks if check.verdict == "unknown"]
+    if unknown:
+        return Check("rails", "note", f"which rails NIXL took is not known: {unknown[0]}")
     return Check("rails", "ok", f"{len(checks)} registrations are on the rails that are near")
