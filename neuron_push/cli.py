@@ -7,6 +7,7 @@ only typer and what that needs; the rest when its command runs.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,6 +29,25 @@ app.command("router")(router)
 app.command("devices")(devices)
 app.add_typer(rails_app, name="rails")
 app.command("doctor")(doctor)
+
+
+@app.command("keygen")
+def keygen(
+    path: Annotated[Path, typer.Argument(help="The key file to write (mode 0600).")],
+) -> None:
+    """Make the keys of a deployment's side channels.
+
+    One file for all engines and routers that belong together: copy it to each, and name it in
+    key_file (engines) and --key-file (router).
+    """
+    from neuron_push.core.keys import KeyFileError, make_keys
+
+    try:
+        keys = make_keys(path)
+    except KeyFileError as err:
+        typer.echo(f"error: {err}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{path}: public key {keys.public.decode()}")
 
 
 def _print_version(wanted: bool) -> None:

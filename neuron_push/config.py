@@ -31,6 +31,8 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     side_channel_host, side_channel_port: where this engine meets its peers and routers;
         one port per engine, plus the data-parallel rank.
+    key_file: the deployment's keys, made by ``neuron-push keygen`` and the same on all engines
+        and routers; without it the side channel is open.
     insecure: allow a side channel without keys on an address other hosts can reach.
     backends: the NIXL backend that carries the bytes, ``["UCX"]`` or ``["LIBFABRIC"]``.
     device: which device backend holds the KV memory; ``auto`` takes the one that accepts
@@ -44,12 +46,15 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handshake_timeout_s: how long a request waits for a first contact.
     quarantine_s: how long destination blocks stay unused after a dead peer's connection was
         torn down; default twice peer_timeout_s.
-    nixl_call_timeout_s: a single NIXL call longer than this is reported.
+    stall_timeout_s: a WRITE that makes no progress for so long fails its transfer.
+    nixl_call_timeout_s: a NIXL call that does not return for so long costs its agent, which is
+        given up and replaced.
     idle_wait_ms: how long an engine step without work waits for a completion.
     """
 
     side_channel_host: str = "127.0.0.1"
     side_channel_port: Port = 5600
+    key_file: str = ""
     insecure: bool = False
     backends: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1)] = ("UCX",)
     device: str = "auto"
@@ -60,6 +65,7 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_timeout_s: Positive = 5.0
     handshake_timeout_s: Positive = 5.0
     quarantine_s: Positive | None = None
+    stall_timeout_s: Positive = 30.0
     nixl_call_timeout_s: Positive = 3.0
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 1.0
 
@@ -102,12 +108,19 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"kv_connector_extra_config.backends: value {list(self.backends)!r} is not "
                 "allowed: one of ['UCX'], ['LIBFABRIC']"
             )
-        if self.side_channel_host not in LOOPBACK and not self.insecure:
+        if self.side_channel_host in ("0.0.0.0", "::", "*"):
+            raise ConfigError(
+                f"kv_connector_extra_config.side_channel_host: value {self.side_channel_host!r} is "
+                "not allowed: peers are told this address and must reach it. Give an address of "
+                "this host."
+            )
+        if self.side_channel_host not in LOOPBACK and not self.insecure and not self.key_file:
             raise ConfigError(
                 f"kv_connector_extra_config.side_channel_host: value {self.side_channel_host!r} "
                 "can be reached by other hosts, and whoever reaches the side channel can have KV "
-                "written into this engine's memory. Keep it on 127.0.0.1, or set "
-                "insecure: true if the network itself keeps strangers out."
+                "written into this engine's memory. Make a key file with `neuron-push keygen` and "
+                "set key_file on all engines, or keep it on 127.0.0.1, or set insecure: true if "
+                "the network itself keeps strangers out."
             )
 
 

@@ -15,12 +15,14 @@ import secrets
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from neuron_push import vllm_compat as compat
 from neuron_push.config import PushConfig
 from neuron_push.core.agent import AgentError, NixlAgent
 from neuron_push.core.commands import Result, Target
+from neuron_push.core.keys import load_keys
 from neuron_push.core.link import link_path
 from neuron_push.core.messages import WIRE_VERSION, EngineCard, Identity, RankCard
 from neuron_push.core.oncepermin import OncePerMinute
@@ -133,9 +135,11 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         )
         model = compat.model_card(self._vllm_config)
 
-        def make_card(ranks: tuple[RankCard, ...]) -> EngineCard:
+        def make_card(identity: Identity, ranks: tuple[RankCard, ...]) -> EngineCard:
             version = compat.vllm_version()
             return EngineCard(identity, WIRE_VERSION, "push", version, model, ranks)
+
+        key_file = self._config.key_file
 
         side = SideChannel(
             identity,
@@ -144,6 +148,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             make_card=make_card,
             judge=explain_cards,
             handshake_timeout_s=self._config.handshake_timeout_s,
+            keys=load_keys(Path(key_file)) if key_file else None,
         )
         self._side = side
 
@@ -171,11 +176,11 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         start_device(device, kv_caches, config.backends[0])
         layout = compat.make_layout(self._vllm_config, self._kv_cache_config, kv_caches, device)
         rank = layout.pp_rank * self._tp_size + layout.tp_rank
-        agent_name = f"{self._engine_id}/{rank}/{secrets.token_hex(8)}"
+        stem = f"{self._engine_id}/{rank}"
         setup = RankSetup(
             rank=rank,
             layout=layout,
-            make_agent=lambda: NixlAgent(agent_name, config.backends[0]),
+            make_agent=lambda: NixlAgent(f"{stem}/{secrets.token_hex(8)}", config.backends[0]),
             link_path=self._link_path,
             limits=Limits(
                 lease_s=config.lease_s,
@@ -183,6 +188,8 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
                 peer_timeout_s=config.peer_timeout_s,
                 handshake_timeout_s=config.handshake_timeout_s,
                 quarantine_s=config.effective_quarantine_s,
+                stall_timeout_s=config.stall_timeout_s,
+                nixl_call_timeout_s=config.nixl_call_timeout_s,
             ),
             verify=config.verify_kv,
             read_memory=device.read_memory,

@@ -27,6 +27,13 @@ DRAIN_TIMEOUT_S = 5.0
 """How long a step that takes blocks away waits for WRITEs that still read them."""
 
 
+LONG_IDLE_STEPS = 16
+LONG_IDLE_FACTOR = 5
+"""An engine that waits for KV steps on with empty batches, and each costs both its processes
+about half a millisecond of a core. After some of them in a row the wait gets longer; what it
+waits for wakes it at once all the same, only a request that arrives meanwhile is seen later."""
+
+
 @dataclass
 class StepResults:
     """What vLLM is told in one step: request ids, and blocks whose load failed."""
@@ -59,6 +66,7 @@ class PushWorker:
         self._idle_wait_s = idle_wait_s
         self._on_result = on_result
         self._plan: StepPlan | None = None
+        self._idle_steps = 0
         self._handled_preemptions: StepPlan | None = None
         # Loads that vLLM waits for -> their blocks, where a failure can be told by those.
         self._loads: dict[str, tuple[int, ...]] = {}
@@ -120,8 +128,15 @@ class PushWorker:
         May be called before end_forward, while a drafter has yet to run.
         """
         is_idle = self._plan is not None and self._plan.is_idle
+        wait_s = 0.0
+        if is_idle:
+            wait_s = self._idle_wait_s
+            if self._idle_steps >= LONG_IDLE_STEPS:
+                wait_s *= LONG_IDLE_FACTOR
         step = StepResults()
-        for result in self.transfer.results(self._idle_wait_s if is_idle else 0.0):
+        results = self.transfer.results(wait_s)
+        self._idle_steps = self._idle_steps + 1 if is_idle and not results else 0
+        for result in results:
             self._on_result(result)
             self._sort(result, step)
         return step

@@ -269,8 +269,8 @@ class _Engine:
         )  # fmt: skip
         card = ModelCard("check", {"layout": pair.layout})
 
-        def make_card(ranks: Any) -> EngineCard:
-            return EngineCard(identity, WIRE_VERSION, "push", "none", card, ranks)
+        def make_card(who: Identity, ranks: Any) -> EngineCard:
+            return EngineCard(who, WIRE_VERSION, "push", "none", card, ranks)
 
         self.side = SideChannel(
             identity, link_path=path, num_ranks=1, make_card=make_card, judge=explain_cards,
@@ -278,7 +278,7 @@ class _Engine:
         )  # fmt: skip
         setup = RankSetup(
             rank=0, layout=layout, limits=limits, link_path=path, read_memory=device.read_memory,
-            make_agent=lambda: NixlAgent(f"{name}/0", pair.backend),
+            make_agent=lambda: NixlAgent(f"{name}/0/{secrets.token_hex(4)}", pair.backend),
             confirm=lambda agent: confirm_device(device, agent),
         )  # fmt: skip
         self.worker = PushWorker(

@@ -9,6 +9,7 @@ it is in progress; ``add_remote_agent`` may not return for a dead peer on LIBFAB
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 class AgentError(RuntimeError):
     """NIXL refused. The text says which call, on which peer, and what NIXL said."""
+
+
+class AgentAbandonedError(BaseException):
+    """This agent was given up while a call of its did not return; its thread must end.
+
+    No Exception: nothing on the way out may take it for an error to recover from.
+    """
 
 
 class Memory(NamedTuple):
@@ -43,6 +51,13 @@ class Agent(Protocol):
 
     name: str
     backend: str
+
+    def abandon_if_stuck(self, timeout_s: float) -> str | None:
+        """From another thread: give the agent up if a call has not returned for so long.
+
+        Returns the call's name then. From that moment the call's own thread gets
+        AgentAbandonedError if it ever returns, and the agent must not be used again.
+        """
 
     def register(self, allocations: tuple[Allocation, ...], memory_type: str) -> None:
         """Make this memory reachable. Once, before :meth:`metadata`."""
@@ -83,14 +98,20 @@ class Agent(Protocol):
 class NixlAgent:
     """One NIXL agent with one backend, without NIXL's own progress thread.
 
-    ``current_call`` holds the name and start time (monotonic, seconds) of the NIXL call in
-    progress, for a watchdog on another thread.
+    Owner: the transfer thread, but for :meth:`abandon_if_stuck`, a watchdog's.
     """
+
+    POLL_PATIENCE_S = 1.0
+    """On LIBFABRIC one dead peer makes polls of any WRITE raise, for a moment: a WRITE has
+    failed when its own state says so, or when its polls have raised for this long."""
 
     def __init__(self, name: str, backend: str, parameters: dict[str, str] | None = None) -> None:
         self.name = name
         self.backend = backend
-        self.current_call: tuple[str, float] | None = None
+        self._lock = threading.Lock()
+        self._call: tuple[str, float] | None = None
+        self._is_abandoned = False
+        self._raising_since_s: dict[object, float] = {}
         self._registered: list[object] = []
         # NIXL is an optional dependency and heavy: imported where an agent is made.
         from nixl._api import nixl_agent, nixl_agent_config
@@ -105,6 +126,13 @@ class NixlAgent:
                 "'unsupported backend', a library its plugin needs is not on the loader path: "
                 "run with NIXL_LOG_LEVEL=DEBUG to see which."
             ) from e
+
+    def abandon_if_stuck(self, timeout_s: float) -> str | None:
+        with self._lock:
+            if self._call is None or time.monotonic() - self._call[1] < timeout_s:
+                return None
+            self._is_abandoned = True
+            return self._call[0]
 
     def register(self, allocations: tuple[Allocation, ...], memory_type: str) -> None:
         rows = [(a.address, a.num_bytes, a.device_id, "") for a in allocations]
@@ -151,13 +179,18 @@ class NixlAgent:
         try:
             with _Timed(self, "check_xfer_state"):
                 state = self._nixl.check_xfer_state(handle)
-        except AgentError:
-            return WriteState.FAILED
+        except AgentError as e:
+            if "RemoteDisconnect" in repr(e.__cause__):
+                return WriteState.FAILED
+            now_s = time.monotonic()
+            since_s = self._raising_since_s.setdefault(handle, now_s)
+            return WriteState.FAILED if now_s - since_s > self.POLL_PATIENCE_S else WriteState.BUSY
         if state == "DONE":
             return WriteState.DONE
         return WriteState.BUSY if state == "PROC" else WriteState.FAILED
 
     def release(self, handle: object) -> None:
+        self._raising_since_s.pop(handle, None)
         with _Timed(self, "release_xfer_handle"):
             self._nixl.release_xfer_handle(handle)
 
@@ -190,10 +223,13 @@ class _Timed:
         self._name = name
 
     def __enter__(self) -> None:
-        self._agent.current_call = (self._name, time.monotonic())
+        self._agent._call = (self._name, time.monotonic())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._agent.current_call = None
+        with self._agent._lock:
+            self._agent._call = None
+            if self._agent._is_abandoned:
+                raise AgentAbandonedError(self._name)
         if isinstance(error, Exception) and not isinstance(error, AgentError):
             raise AgentError(f"NIXL {self._name} ({self._agent.backend}): {error!r}") from error
 

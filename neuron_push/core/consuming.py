@@ -75,7 +75,7 @@ class Consuming:
     def announce(self, command: AnnounceConsumer, now_s: float) -> None:
         load = self._load(command.request_id, command.key, command.target, now_s)
         engine = self._shop.peers.find(command.target.engine_id)
-        if engine is None:
+        if engine is None or not engine.is_fresh(now_s):
             self._ask(_dial(command.target))
         else:
             self._introduce(load, engine, now_s)
@@ -85,7 +85,7 @@ class Consuming:
         load.opened = command
         load.begun_s = now_s
         engine = self._shop.peers.find(command.target.engine_id)
-        if engine is not None:
+        if engine is not None and engine.is_fresh(now_s):
             self._register(load, engine, now_s)
             return
         self._waiting.setdefault(command.target.engine_id, {})[command.request_id] = None
@@ -108,7 +108,8 @@ class Consuming:
     # ------------------------------------------------------------ connections
 
     def on_met(self, engine: PeerEngine, now_s: float) -> None:
-        """An engine has been met: what waited for it can go."""
+        """An engine has been met, or has shown that it lives: what waited for it can go."""
+        engine.confirmed_s = now_s
         for request_id in self._waiting.pop(engine.identity.engine_id, {}):
             load = self._loads.get(request_id)
             if load is not None:
@@ -142,6 +143,22 @@ class Consuming:
         load = self._loads.get(request_id)
         if load is not None:
             self._do(load, load.session.on_peer_lost(name, now_s), now_s)
+
+    def take_over(self, old: Consuming, now_s: float) -> None:
+        """Go on with the requests of a loop whose agent is gone: open loads fail by name."""
+        self._loads, self._by_nonce = old._loads, old._by_nonce
+        for load in list(self._loads.values()):
+            if load.opened is None:
+                self._ask(_dial(load.target))
+                continue
+            if not load.session.legs:
+                self.open(load.opened, now_s)  # it was still waiting for its producer
+                continue
+            names = list(load.session.legs)
+            detail = "this rank's NIXL agent had to be given up"
+            self._do(load, load.session.on_fail(Reason.NIXL_STUCK, detail, now_s), now_s)
+            for name in names:
+                self._do(load, load.session.on_peer_lost(name, now_s), now_s)
 
     # ------------------------------------------------------------ the wire
 

@@ -51,11 +51,22 @@ class Polling(msgspec.Struct, frozen=True, tag="polling"):
 
 
 class DialRequest(msgspec.Struct, frozen=True, tag="dial"):
-    """Worker -> engine: a request waits for this peer and nobody has met it."""
+    """Worker -> engine: a request waits for this peer.
+
+    Answered with MeetPeer or DialFailed; with Confirmed where the engine has met it before and
+    it still is the same process.
+    """
 
     host: str
     port: int
     engine_id: str
+
+
+class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
+    """Engine -> worker: this incarnation answered on its side channel just now."""
+
+    engine_id: str
+    incarnation: str
 
 
 class DialFailed(msgspec.Struct, frozen=True, tag="dial_failed"):
@@ -74,7 +85,7 @@ class PeerLost(msgspec.Struct, frozen=True, tag="lost"):
     sentence: str
 
 
-Down = RankKnown | MeetPeer | DialFailed
+Down = RankKnown | MeetPeer | DialFailed | Confirmed
 Up = RankUp | Polling | DialRequest | PeerLost
 
 _encoder = msgspec.msgpack.Encoder()

@@ -58,6 +58,8 @@ class Reason(enum.StrEnum):
     BAD_PARAMS = "bad_params"
     DIGEST_MISMATCH = "digest_mismatch"
     BUSY = "busy"
+    STALLED = "stalled"
+    NIXL_STUCK = "nixl_stuck"
     FAULT = "fault"
 
 

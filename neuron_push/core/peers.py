@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from neuron_push.core.agent import Agent, AgentError, Memory
 from neuron_push.core.layout import KvLayout
@@ -65,6 +66,18 @@ class PeerEngine:
     ranks: list[PeerRank] = field(default_factory=list)
     producers: list[PeerRank] = field(default_factory=list)
     num_consumers: int = 0
+    confirmed_s: float = 0.0
+
+    FRESH_S: ClassVar[float] = 1.0
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether it proved a moment ago that it is still the same living process.
+
+        Else its side channel is asked first: a registration sent to a process that has been
+        restarted would be lost, and only the peer time-out would tell.
+        """
+        heard_s = max((peer.last_heard_s for peer in self.ranks), default=0.0)
+        return now_s - max(heard_s, self.confirmed_s) < self.FRESH_S
 
 
 def registrars(pairs: list[RankPair], num_src: int, num_dst: int) -> list[list[int]]:
@@ -111,7 +124,9 @@ class PeerTable:
         ]
         outgoing = {pair.dst: pair for pair in to_them if pair.src == self._rank}
         incoming = {pair.src: pair for pair in to_us if pair.dst == self._rank}
-        engine = PeerEngine(message.theirs.identity, num_consumers=len(their_registrars))
+        engine = PeerEngine(
+            message.theirs.identity, num_consumers=len(their_registrars), confirmed_s=now_s
+        )
         own = mine[self._rank]
         for index in sorted({*their_registrars, *our_producers}):
             card = message.theirs.ranks[index]

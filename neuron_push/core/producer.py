@@ -245,6 +245,12 @@ class ProducerSession:
         self._fail_leg(leg, Reason.WRITE_FAILED, detail, actions)
         return actions + self._settle()
 
+    def on_stall(self, peer: str, detail: str) -> list[Action]:
+        """A WRITE of this leg makes no progress. It stays in flight until NIXL says otherwise."""
+        actions: list[Action] = []
+        self._fail_leg(self.legs[peer], Reason.STALLED, detail, actions)
+        return actions + self._settle()
+
     def on_tick(self, now_s: float) -> list[Action]:
         if now_s < self._deadline_s:
             return []

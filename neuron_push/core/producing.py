@@ -59,6 +59,8 @@ class _Flight:
     peer: PeerRank
     session: ProducerSession
     write_id: int
+    posted_s: float
+    is_stalled: bool = False
 
 
 @dataclass
@@ -81,6 +83,8 @@ class Producing:
         self._flights: list[_Flight] = []
         self._drains: list[_Drain] = []
         self._strangers: set[str] = set()  # requests whose key another one had first
+        # WRITEs of an abandoned agent: (end of quarantine, session, peer, write id)
+        self._ghosts: list[tuple[float, ProducerSession, str, int]] = []
 
     @property
     def num_flights(self) -> int:
@@ -181,6 +185,15 @@ class Producing:
             self._shop.send(peer.name, Nack(message.nonce, Reason.BAD_REGISTRATION, str(e)), now_s)
             self._shop.send(peer.name, CancelAck(message.nonce), now_s)
             return
+        if (
+            len(peer.sending) >= self._shop.limits.max_open_per_peer
+            and message.key not in peer.sending
+        ):
+            detail = f"{len(peer.sending)} transfers to this rank are open: the limit"
+            self._shop.count(Reason.BUSY)
+            self._shop.send(peer.name, Nack(message.nonce, Reason.BUSY, detail), now_s)
+            self._shop.send(peer.name, CancelAck(message.nonce), now_s)
+            return
         session = self._session(message.key)
         actions = session.on_register(
             peer.name,
@@ -233,7 +246,10 @@ class Producing:
             for flight in self._flights
             if (state := self._shop.agent.poll_write(flight.handle)) is not WriteState.BUSY
         ]
+        stall_s = self._shop.limits.stall_timeout_s
         if not ended:
+            if now_s - self._flights[0].posted_s > stall_s:
+                self._check_stalls(now_s)
             return False
         gone = {id(flight) for flight, _ in ended}
         self._flights = [flight for flight in self._flights if id(flight) not in gone]
@@ -252,7 +268,63 @@ class Producing:
             self._do(session, actions, now_s)
         return True
 
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether WRITEs to lost peers hold memory that only a new agent can give back.
+
+        A posted WRITE cannot be cancelled, and its peer's metadata must stay while it is in
+        flight. Nobody else is disturbed while others' transfers are open, for a while.
+        """
+        limits = self._shop.limits
+        lost = [flight.posted_s for flight in self._flights if flight.peer.is_lost]
+        if not lost:
+            return False
+        waited_s = now_s - min(lost)
+        if waited_s > limits.request_timeout_s:
+            return True
+        nobody_else = not any(peer.is_needed for peer in self._shop.peers.ranks.values())
+        return nobody_else and waited_s > limits.peer_timeout_s + 2 * limits.quarantine_s
+
+    def take_over(self, old: Producing, now_s: float) -> None:
+        """Go on with the requests of a loop whose agent is gone.
+
+        Transfers that had a consumer fail; the others wait for theirs as before. Blocks that
+        the old agent's WRITEs may still read go back after the quarantine.
+        """
+        self._sessions, self._prefills = old._sessions, old._prefills
+        self._by_key, self._strangers = old._by_key, old._strangers
+        self._registered = old._registered
+        release_s = now_s + self._shop.limits.quarantine_s
+        self._ghosts = [
+            *((release_s, f.session, f.peer.name, f.write_id) for f in old._flights),
+            *old._ghosts,
+        ]
+        for drain in old._drains:
+            drain.done.set()
+        for session in list(self._sessions.values()):
+            for name in session.open_peers():
+                self._do(session, session.on_peer_lost(name, now_s), now_s)
+            self._shop.timers.set(("p", session.key), session.deadline_s)
+        if self._ghosts:
+            self._shop.timers.set(("g", ""), release_s)
+
+    def on_ghost_timer(self, now_s: float) -> None:
+        """The quarantine of an abandoned agent's WRITEs is over."""
+        due = [ghost for ghost in self._ghosts if ghost[0] <= now_s]
+        self._ghosts = [ghost for ghost in self._ghosts if ghost[0] > now_s]
+        for _, session, name, write_id in due:
+            self._do(session, session.on_write_done(name, write_id), now_s)
+        if self._ghosts:
+            self._shop.timers.set(("g", ""), min(ghost[0] for ghost in self._ghosts))
+
     # ------------------------------------------------------------ inside
+
+    def _check_stalls(self, now_s: float) -> None:
+        stall_s = self._shop.limits.stall_timeout_s
+        for flight in self._flights:
+            if not flight.is_stalled and now_s - flight.posted_s > stall_s:
+                flight.is_stalled = True
+                detail = f"a WRITE to {flight.peer.name} makes no progress for {stall_s:g} s"
+                self._do(flight.session, flight.session.on_stall(flight.peer.name, detail), now_s)
 
     def _session(self, key: str) -> ProducerSession:
         session = self._sessions.get(key)
@@ -311,7 +383,7 @@ class Producing:
         try:
             if peer is None or prefill is None:
                 raise AgentError(f"{action.peer} is not connected")
-            flight = self._write(session, prefill, peer, action)
+            flight = self._write(session, prefill, peer, action, now_s)
         except (AgentError, PlanError) as e:
             self._shop.counters.failed_writes += 1
             actions = session.on_write_failed(action.peer, action.write_id, str(e))
@@ -325,7 +397,12 @@ class Producing:
         self._flights.append(flight)
 
     def _write(
-        self, session: ProducerSession, prefill: _Prefill, peer: PeerRank, action: Write
+        self,
+        session: ProducerSession,
+        prefill: _Prefill,
+        peer: PeerRank,
+        action: Write,
+        now_s: float,
     ) -> _Flight | None:
         """Post one segment; None when it holds no bytes and its notification is all there is."""
         plan, layout = peer.outgoing, self._shop.layout
@@ -375,7 +452,7 @@ class Producing:
         handle = self._shop.agent.post_write(
             peer.name, copies, self._shop.memory, peer.memory, blob
         )
-        return _Flight(handle, peer, session, action.write_id)
+        return _Flight(handle, peer, session, action.write_id, now_s)
 
     def _report(self, session: ProducerSession, action: Report, now_s: float) -> None:
         prefill = self._by_key.get(session.key)

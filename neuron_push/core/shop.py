@@ -32,6 +32,9 @@ class Limits:
     peer_timeout_s: float
     handshake_timeout_s: float
     quarantine_s: float
+    stall_timeout_s: float = 30.0
+    nixl_call_timeout_s: float = 3.0
+    max_open_per_peer: int = 4096
 
 
 @dataclass

@@ -17,10 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
 
+from neuron_push.core.keys import SideKeys
 from neuron_push.core.link import (
+    Confirmed,
     DialFailed,
     DialRequest,
     MeetPeer,
@@ -55,6 +59,8 @@ logger = logging.getLogger(__name__)
 POLL_TIMEOUT_S = 2.0
 """How long a rank may take to confirm that it polls: one NIXL call, one Python step."""
 
+PROBE_TIMEOUT_S = 1.0
+
 
 class SideChannelError(Exception):
     """Nobody there, or somebody else. The text is a sentence for an operator."""
@@ -80,6 +86,16 @@ class _Dial:
 
 
 @dataclass
+class _Probe:
+    """A peer that we have met is asked whether it still is the same process."""
+
+    dial: DialRequest
+    incarnation: str
+    socket: zmq.Socket[bytes]
+    deadline_s: float
+
+
+@dataclass
 class _Answer:
     """A caller waiting for our ranks to confirm that they poll."""
 
@@ -90,7 +106,7 @@ class _Answer:
     missing: set[int] = field(default_factory=set)
 
 
-MakeCard = Callable[[tuple[RankCard, ...]], EngineCard]
+MakeCard = Callable[[Identity, tuple[RankCard, ...]], EngineCard]
 Judge = Callable[[EngineCard, EngineCard], str | None]
 
 
@@ -114,8 +130,10 @@ class SideChannel:
         make_card: MakeCard,
         judge: Judge,
         handshake_timeout_s: float,
+        keys: SideKeys | None = None,
     ) -> None:
         self.identity = identity
+        self._keys = keys
         self._num_ranks = num_ranks
         self._make_card = make_card
         self._judge = judge
@@ -125,7 +143,9 @@ class SideChannel:
         self._card: EngineCard | None = None
         self._dials: dict[str, _Dial] = {}
         self._answers: dict[int, _Answer] = {}
-        self._connected: dict[str, str] = {}  # engine_id -> incarnation
+        self._connected: dict[str, Identity] = {}  # by engine id
+        self._probes: dict[str, _Probe] = {}  # by engine id
+        self._rebirths = 0
         self._next_ack = 1
         self._quiet = OncePerMinute()
         self._requests: deque[tuple[str, int, str, bool]] = deque()
@@ -138,14 +158,18 @@ class SideChannel:
         for sock in (self._public, self._local):
             sock.setsockopt(zmq.LINGER, 0)
         self._public.setsockopt(zmq.MAXMSGSIZE, MAX_CARD_BYTES)
+        self._authenticator: ThreadAuthenticator | None = None
+        if keys is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("*", credentials_provider=keys)
+            keys.protect_server(self._public)
         where = f"tcp://{identity.host}:{identity.port}"
         try:
             self._public.bind(where)
             self._local.bind(link_path)
         except zmq.ZMQError as e:
-            self._public.close()
-            self._local.close()
-            self._context.term()
+            self._close_sockets()
             raise SideChannelError(
                 f"side channel of engine {identity.engine_id!r} cannot bind {where}: {e}. Is "
                 "another engine using this port? Set side_channel_port to a free one, and "
@@ -190,13 +214,13 @@ class SideChannel:
             self.identity.port,
         )
         while not self._stop:
-            waiting = bool(self._dials or self._answers)
+            waiting = bool(self._dials or self._answers or self._probes)
             ready = dict(poller.poll(100 if waiting else 1000))
             if self._wake_r in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_r, 4096)
             if self._local in ready:
-                self._receive_local()
+                self._receive_local(poller)
             if self._public in ready:
                 self._receive_public()
             while self._requests:
@@ -204,6 +228,8 @@ class SideChannel:
             now_s = time.monotonic()
             for dial in list(self._dials.values()):
                 self._advance_dial(dial, dial.socket in ready, now_s, poller)
+            for probe in list(self._probes.values()):
+                self._advance_probe(probe, probe.socket in ready, now_s, poller)
             for ack, answer in list(self._answers.items()):
                 if now_s >= answer.deadline_s:
                     del self._answers[ack]
@@ -216,13 +242,20 @@ class SideChannel:
                     )
         for dial in self._dials.values():
             dial.socket.close()
+        for probe in self._probes.values():
+            probe.socket.close()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._public.close()
         self._local.close()
         self._context.term()
 
     # ------------------------------------------------------------ our ranks
 
-    def _receive_local(self) -> None:
+    def _receive_local(self, poller: zmq.Poller) -> None:
         while is_readable(self._local):
             route, *frames = self._local.recv_multipart()
             try:
@@ -235,9 +268,13 @@ class SideChannel:
             elif isinstance(message, Polling):
                 self._rank_polls(message)
             elif isinstance(message, DialRequest):
-                self._requests.append((message.host, message.port, message.engine_id, False))
+                if message.engine_id in self._connected:
+                    self._start_probe(message, poller)
+                else:
+                    self._requests.append((message.host, message.port, message.engine_id, False))
             elif isinstance(message, PeerLost):
-                if self._connected.get(message.engine_id) == message.incarnation:
+                known = self._connected.get(message.engine_id)
+                if known is not None and known.incarnation == message.incarnation:
                     del self._connected[message.engine_id]
                     logger.warning(
                         "engine %s: connection to engine %s (incarnation %s) lost: %s",
@@ -253,13 +290,34 @@ class SideChannel:
         self._local.send_multipart([route, encode(RankKnown())])
         if len(self._rank_cards) < self._num_ranks:
             return
-        is_news = self._card is None
-        self._card = self._make_card(tuple(self._rank_cards[i] for i in sorted(self._rank_cards)))
-        if is_news:
+        ranks = tuple(self._rank_cards[i] for i in sorted(self._rank_cards))
+        if self._card is None:
+            self._card = self._make_card(self.identity, ranks)
             name = self.identity.engine_id
             logger.info("engine %s: all %d ranks are up", name, self._num_ranks)
+        elif ranks != self._card.ranks:
+            self._be_reborn(ranks)
 
-    def _tell_ranks(self, message: MeetPeer | DialFailed) -> None:
+    def _be_reborn(self, ranks: tuple[RankCard, ...]) -> None:
+        """A rank has a new NIXL agent: for our peers that is a new incarnation of this engine."""
+        self._rebirths += 1
+        base = self.identity.incarnation.partition(".")[0]
+        self.identity = msgspec.structs.replace(
+            self.identity, incarnation=f"{base}.{self._rebirths}"
+        )
+        self._card = self._make_card(self.identity, ranks)
+        known = list(self._connected.values())
+        self._connected.clear()
+        logger.warning(
+            "engine %s: a rank has a new NIXL agent (incarnation %s): calling %d peers again",
+            self.identity.engine_id,
+            self.identity.incarnation,
+            len(known),
+        )
+        for peer in known:
+            self._requests.append((peer.host, peer.port, peer.engine_id, False))
+
+    def _tell_ranks(self, message: MeetPeer | DialFailed | Confirmed) -> None:
         blob = encode(message)
         for route in self._rank_routes.values():
             self._local.send_multipart([route, blob])
@@ -277,7 +335,7 @@ class SideChannel:
         self._say(answer.caller, Welcome(self._card, answer.secret))
 
     def _met(self, theirs: Identity) -> None:
-        self._connected[theirs.engine_id] = theirs.incarnation
+        self._connected[theirs.engine_id] = theirs
         logger.info(
             "engine %s: met engine %s (incarnation %s, %s:%d)",
             self.identity.engine_id,
@@ -308,7 +366,7 @@ class SideChannel:
             if isinstance(message, WhoAreYou):
                 ready = self._card is not None
                 identity = self._card.identity if self._card else self.identity
-                self._say(frames[0], IAm(identity if ready else _not_ready(identity)))
+                self._say(frames[0], IAm(msgspec.structs.replace(identity, ready=ready)))
             elif isinstance(message, Hello):
                 self._hello(frames[0], message)
 
@@ -345,29 +403,78 @@ class SideChannel:
         self, host: str, port: int, engine_id: str, keep_trying: bool, *, poller: zmq.Poller
     ) -> None:
         address = f"{host}:{port}"
-        if address in self._dials or (engine_id and engine_id in self._connected):
+        if address in self._dials or self._is_connected(engine_id, address):
             return
         if any(_address(a.hello.card.identity) == address for a in self._answers.values()):
             return  # it is calling us this very moment
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CARD_BYTES)
         try:
-            socket.connect(f"tcp://{address}")
+            socket = self._call(address, poller)
         except zmq.ZMQError as e:
-            socket.close()
             self._tell_ranks(
                 DialFailed(address, f"side channel address {address!r} cannot be used: {e}")
             )
             return
-        poller.register(socket, zmq.POLLIN)
         deadline_s = time.monotonic() + self._timeout_s
         self._dials[address] = _Dial(
             host, port, engine_id, socket, deadline_s, keep_trying, secrets.token_bytes(32)
         )
 
+    def _is_connected(self, engine_id: str, address: str) -> bool:
+        """To this engine or, if it is not named, to whoever is at the address."""
+        if engine_id:
+            return engine_id in self._connected
+        return any(_address(peer) == address for peer in self._connected.values())
+
+    def _call(self, address: str, poller: zmq.Poller) -> zmq.Socket[bytes]:
+        """A socket to another side channel. Raises ZMQError for an address that is none."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_CARD_BYTES)
+        if self._keys is not None:
+            self._keys.protect_client(socket)
+        try:
+            socket.connect(f"tcp://{address}")
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def _start_probe(self, request: DialRequest, poller: zmq.Poller) -> None:
+        if request.engine_id in self._probes:
+            return
+        known = self._connected[request.engine_id]
+        socket = self._call(_address(known), poller)
+        socket.send(encode_side(WhoAreYou()))
+        deadline_s = time.monotonic() + PROBE_TIMEOUT_S
+        self._probes[request.engine_id] = _Probe(request, known.incarnation, socket, deadline_s)
+
+    def _advance_probe(
+        self, probe: _Probe, readable: bool, now_s: float, poller: zmq.Poller
+    ) -> None:
+        engine_id = probe.dial.engine_id
+        answer: SideMessage | None = None
+        if readable:
+            with contextlib.suppress(MessageError):
+                answer = decode_side(probe.socket.recv_multipart()[-1])
+        elif now_s < probe.deadline_s:
+            return
+        poller.unregister(probe.socket)
+        probe.socket.close()
+        del self._probes[engine_id]
+        if isinstance(answer, IAm) and answer.identity.incarnation == probe.incarnation:
+            self._tell_ranks(Confirmed(engine_id, probe.incarnation))
+            return
+        known = self._connected.get(engine_id)
+        if known is not None and known.incarnation == probe.incarnation:
+            del self._connected[engine_id]
+        logger.info(
+            "engine %s: engine %s is another process now", self.identity.engine_id, engine_id
+        )
+        self._requests.append((probe.dial.host, probe.dial.port, engine_id, False))
+
     def _advance_dial(self, dial: _Dial, readable: bool, now_s: float, poller: zmq.Poller) -> None:
-        if dial.engine_id and dial.engine_id in self._connected:
+        if self._is_connected(dial.engine_id, dial.address):
             self._end_dial(dial, poller)  # it called us in the meantime
             return
         if readable and self._answered(dial, poller):
@@ -381,8 +488,9 @@ class SideChannel:
                 dial.deadline_s = now_s + self._timeout_s
                 return
             word = dial.last_word or (
-                "nothing answers there; is the engine up, is the port its side channel's, and "
-                "does it run NeuronPushConnector rather than another connector?"
+                "nothing answers there; is the engine up, is the port its side channel's, does it "
+                "run NeuronPushConnector rather than another connector, and has it the same key "
+                "file?"
             )
             if self._card is None:
                 word = "this engine's own ranks are not up yet"
@@ -446,17 +554,14 @@ def _address(identity: Identity) -> str:
     return f"{identity.host}:{identity.port}"
 
 
-def _not_ready(identity: Identity) -> Identity:
-    return Identity(
-        **{name: getattr(identity, name) for name in identity.__struct_fields__ if name != "ready"},
-        ready=False,
-    )
-
-
-async def ask_identity(host: str, port: int, timeout_s: float) -> Identity:
+async def ask_identity(
+    host: str, port: int, timeout_s: float, keys: SideKeys | None = None
+) -> Identity:
     """Who is the engine at this side channel? Raises SideChannelError with a sentence."""
     context = zmq.asyncio.Context.instance()
     socket = context.socket(zmq.DEALER)
+    if keys is not None:
+        keys.protect_client(socket)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
     try:
@@ -468,7 +573,8 @@ async def ask_identity(host: str, port: int, timeout_s: float) -> Identity:
         if not await socket.poll(int(timeout_s * 1000)):
             raise SideChannelError(
                 f"no neuron_push engine answers on side channel {host}:{port} within "
-                f"{timeout_s:g} s: is it up, and does it run NeuronPushConnector?"
+                f"{timeout_s:g} s: is it up, does it run NeuronPushConnector, and has it the same "
+                "key file?"
             )
         frames = await socket.recv_multipart()
         try:

@@ -1,7 +1,8 @@
 """TransferThread: the single owner of a rank's NIXL agent and of all its sessions.
 
 The engine's threads talk to it through one command queue and read one results queue; both
-are appended and popped without a lock held across anything slow.
+are appended and popped without a lock held across anything slow. A watchdog notices a NIXL
+call that does not return; agent and thread are then given up and replaced.
 """
 
 from __future__ import annotations
@@ -10,82 +11,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import TypeVar
+from collections.abc import Sequence
 
-from neuron_push.core.agent import Agent, AgentError
-from neuron_push.core.coalesce import PlanError
-from neuron_push.core.commands import (
-    AbortConsumer,
-    AnnounceConsumer,
-    BeginProducer,
-    Command,
-    Counters,
-    FailConsumer,
-    FailProducer,
-    FinishProducer,
-    OpenConsumer,
-    Progress,
-    Result,
-    StepDone,
-)
-from neuron_push.core.consuming import Consuming
-from neuron_push.core.layout import KvLayout, LayoutError
-from neuron_push.core.link import DialFailed, MeetPeer, PeerLost, Polling, WorkerLink
-from neuron_push.core.messages import (
-    Cancel,
-    Heartbeat,
-    MessageError,
-    RankCard,
-    Register,
-)
-from neuron_push.core.oncepermin import OncePerMinute
-from neuron_push.core.peers import PeerRank, PeerTable
-from neuron_push.core.producing import Producing
-from neuron_push.core.shop import Limits, ReadMemory, Shop, read_host_memory
-from neuron_push.core.timers import Timers
+from neuron_push.core.agent import AgentAbandonedError
+from neuron_push.core.commands import Command, Counters, Result
+from neuron_push.core.rank import Inbox, RankLoop, RankSetup, RebuildError, Suspend
 
 logger = logging.getLogger(__name__)
 
-BUSY_POLL_S = 100e-6
-"""Pause between polls while something is in flight: below it the core spins for nothing,
-above it a completion is seen late (NIXL 1.4.1 over tcp: flat from 50 to 200 us)."""
-
-IDLE_POLL_S = 1e-3
-LINK_POLL_S = 1e-3
-KEYS_PER_HEARTBEAT = 256
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """What one rank's transfer thread is made of.
-
-    make_agent: runs on the thread itself.
-    confirm: looks at the agent once it has registered the memory, on the thread; what it raises
-        is what ``start`` raises.
-    """
-
-    rank: int
-    layout: KvLayout
-    make_agent: Callable[[], Agent]
-    link_path: str
-    limits: Limits
-    verify: bool = False
-    read_memory: ReadMemory = read_host_memory
-    confirm: Callable[[Agent], None] | None = None
-
-
-@dataclass
-class _Suspend:
-    """A caller waits until these requests have nothing in flight."""
-
-    request_ids: tuple[str, ...]
-    accepted: threading.Event
-    drained: threading.Event | None = None
+__all__ = ["RankSetup", "TransferThread"]
 
 
 class TransferThread:
@@ -93,17 +27,30 @@ class TransferThread:
 
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
-        self._commands: deque[Command | _Suspend] = deque()
+        self._inbox = Inbox()
         self._results: deque[Result] = deque()
         self._wake = threading.Event()
         self._result_ready = threading.Event()
-        self._stop = False
-        self._started: Exception | None = None
+        self._stop = threading.Event()
+        self._error: Exception | None = None
         self._is_up = threading.Event()
-        self.counters = Counters()
-        self._thread = threading.Thread(
-            target=self._run, name=f"np-transfer-{setup.rank}", daemon=True
+        self._loop: RankLoop | None = None
+        # Loops whose NIXL call never returned: kept, because destroying what a stuck call
+        # still uses would take the process down.
+        self._abandoned: list[RankLoop] = []
+        self._thread = self._make_thread(None)
+        self._watchdog = threading.Thread(
+            target=self._watch, name=f"np-watchdog-{setup.rank}", daemon=True
         )
+
+    @property
+    def counters(self) -> Counters:
+        return self._inbox.counters
+
+    @property
+    def num_abandoned(self) -> int:
+        """How many agents had to be given up since start."""
+        return len(self._abandoned)
 
     # ------------------------------------------------------------ the engine's thread
 
@@ -111,12 +58,13 @@ class TransferThread:
         """Returns once the memory is registered; raises what went wrong."""
         self._thread.start()
         self._is_up.wait()
-        if self._started is not None:
-            raise self._started
+        if self._error is not None:
+            raise self._error
+        self._watchdog.start()
 
     def submit(self, commands: Sequence[Command]) -> None:
         if commands:
-            self._commands.extend(commands)
+            self._inbox.commands.extend(commands)
             self._wake.set()
 
     def suspend(self, request_ids: tuple[str, ...], timeout_s: float) -> bool:
@@ -124,9 +72,9 @@ class TransferThread:
 
         For blocks that the engine is about to overwrite. False if that took too long.
         """
-        request = _Suspend(request_ids, threading.Event())
+        request = Suspend(request_ids, threading.Event())
         deadline_s = time.monotonic() + timeout_s
-        self._commands.append(request)
+        self._inbox.commands.append(request)
         self._wake.set()
         if not request.accepted.wait(timeout_s) or request.drained is None:
             return False
@@ -144,255 +92,74 @@ class TransferThread:
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """End the thread. False if it did not end in time (a NIXL call that does not return)."""
-        self._stop = True
+        self._stop.set()
         self._wake.set()
         self._thread.join(timeout_s)
+        if self._watchdog.is_alive():
+            self._watchdog.join(timeout_s)
         return not self._thread.is_alive()
 
     # ------------------------------------------------------------ the transfer thread
 
-    def _run(self) -> None:
+    def _make_thread(self, old: RankLoop | None) -> threading.Thread:
+        name = f"np-transfer-{self._setup.rank}"
+        return threading.Thread(target=self._run, args=(old,), name=name, daemon=True)
+
+    def _run(self, old: RankLoop | None) -> None:
         try:
-            self._set_up()
+            loop = RankLoop(self._setup, self._inbox, self._report, old)
         except Exception as e:
-            self._started = e
+            self._error = e
             self._is_up.set()
+            if old is not None:
+                # Nothing can be moved any more: say so for every request that comes.
+                logger.exception("rank %d: NIXL cannot be set up again", self._setup.rank)
             return
+        self._loop = loop
         self._is_up.set()
-        while not self._stop:
-            try:
-                pause_s = self._turn()
-            except Exception:
-                # A fault of ours must not end the thread that frees the engine's blocks.
-                logger.exception("rank %d: transfer thread", self._setup.rank)
-                pause_s = 0.1
-            if pause_s > 0:
-                self._wake.wait(pause_s)
-                self._wake.clear()
-        self._tear_down()
-
-    def _set_up(self) -> None:
-        setup = self._setup
-        agent = setup.make_agent()
-        agent.register(setup.layout.allocations, setup.layout.memory_type)
-        if setup.confirm is not None:
-            setup.confirm(agent)
-        self._agent = agent
-        self._shop = Shop(
-            agent=agent,
-            layout=setup.layout,
-            peers=PeerTable(agent, setup.rank),
-            limits=setup.limits,
-            timers=Timers(),
-            counters=self.counters,
-            quiet=OncePerMinute(),
-            read_memory=setup.read_memory,
-            report=self._report,
-            verify=setup.verify,
-        )
-        self._link = WorkerLink(setup.link_path, setup.rank)
-        self._producing = Producing(self._shop)
-        self._consuming = Consuming(self._shop, self._link.send)
-        self._steps: deque[StepDone] = deque()
-        self._next_link_s = 0.0
-        self._next_care_s = 0.0
-        self._link.announce(RankCard(agent.name, agent.backend, agent.metadata(), setup.layout))
-
-    def _turn(self) -> float:
-        """One round; returns how long to pause before the next."""
-        now_s = time.monotonic()
-        worked = self._take_commands(now_s)
-        worked |= self._take_steps(now_s)
-        worked |= self._take_notifications(now_s)
-        if self._producing.num_flights:
-            worked |= self._producing.poll_writes(now_s)
-        if now_s >= self._next_link_s:
-            self._next_link_s = now_s + LINK_POLL_S
-            self._take_link(now_s)
-        for name in self._shop.timers.due(now_s):
-            self._on_timer(name, now_s)
-        if now_s >= self._next_care_s:
-            self._next_care_s = now_s + self._shop.limits.peer_timeout_s / 10
-            self._care_for_peers(now_s)
-        if worked:
-            return 0.0
-        busy = self._producing.num_flights or self._consuming.num_open or self._steps
-        return BUSY_POLL_S if busy else IDLE_POLL_S
-
-    def _tear_down(self) -> None:
         try:
-            self._link.close()
-            if self._producing.num_flights == 0:
-                self._agent.close()
-        except AgentError as e:
-            logger.warning("rank %d: closing NIXL: %s", self._setup.rank, e)
+            while not self._stop.is_set():
+                try:
+                    pause_s = loop.turn()
+                except RebuildError as e:
+                    logger.error("rank %d: building a new NIXL agent: %s", self._setup.rank, e)
+                    self._replace(loop)
+                    return
+                except Exception:
+                    # A fault of ours must not end the thread that frees the engine's blocks.
+                    logger.exception("rank %d: transfer thread", self._setup.rank)
+                    pause_s = 0.1
+                if pause_s > 0:
+                    self._wake.wait(pause_s)
+                    self._wake.clear()
+            loop.tear_down()
+        except AgentAbandonedError:
+            logger.info("rank %d: a NIXL call that was given up has returned", self._setup.rank)
 
     def _report(self, result: Result) -> None:
         self._results.append(result)
         self._result_ready.set()
 
-    # ------------------------------------------------------------ from the engine
+    # ------------------------------------------------------------ the watchdog
 
-    def _take_commands(self, now_s: float) -> bool:
-        worked = False
-        while self._commands:
-            worked = True
-            command = self._commands.popleft()
-            if isinstance(command, StepDone):
-                self._steps.append(command)
-            elif isinstance(command, Progress):
-                self._producing.progress(command, now_s)
-            elif isinstance(command, BeginProducer):
-                self._producing.begin(command, now_s)
-            elif isinstance(command, FinishProducer):
-                self._producing.finish(command, now_s)
-            elif isinstance(command, FailProducer):
-                self._producing.fail(command, now_s)
-            elif isinstance(command, AnnounceConsumer):
-                self._consuming.announce(command, now_s)
-            elif isinstance(command, OpenConsumer):
-                self._consuming.open(command, now_s)
-            elif isinstance(command, FailConsumer):
-                self._consuming.fail(command, now_s)
-            elif isinstance(command, AbortConsumer):
-                self._consuming.abort(command, now_s)
-            else:
-                self._suspend(command)
-        return worked
+    def _watch(self) -> None:
+        timeout_s = self._setup.limits.nixl_call_timeout_s
+        while not self._stop.wait(timeout_s / 10):
+            loop = self._loop
+            call = loop.agent.abandon_if_stuck(timeout_s) if loop is not None else None
+            if loop is not None and call is not None:
+                logger.error(
+                    "rank %d: NIXL %s has not returned for %g s; its agent is given up, open "
+                    "transfers fail, and a new agent is built",
+                    self._setup.rank,
+                    call,
+                    timeout_s,
+                )
+                self._replace(loop)
 
-    def _suspend(self, command: _Suspend) -> None:
-        # What these requests computed before is void: their blocks are being taken away.
-        self._steps = deque(
-            StepDone(
-                tuple(p for p in step.progress if p.request_id not in command.request_ids),
-                step.marker,
-            )
-            for step in self._steps
-        )
-        command.drained = self._producing.suspend(command.request_ids)
-        command.accepted.set()
-
-    def _take_steps(self, now_s: float) -> bool:
-        worked = False
-        while self._steps and self._steps[0].marker.done():
-            worked = True
-            for progress in self._steps.popleft().progress:
-                self._producing.progress(progress, now_s)
-        return worked
-
-    # ------------------------------------------------------------ from peers
-
-    def _take_notifications(self, now_s: float) -> bool:
-        try:
-            arrived = self._agent.notifications()
-        except AgentError as e:
-            # One dead peer can make the poll of all fail (LIBFABRIC); whose silence it was, the
-            # heartbeats tell.
-            self._shop.quiet.warning(logger, "poll", "rank %d: %s", self._setup.rank, e)
-            return False
-        for sender, blob in arrived:
-            peer = self._shop.peers.ranks.get(sender)
-            if peer is None:
-                self._drop(sender, "it is not connected")
-                continue
-            try:
-                message = peer.seal.open(blob)
-            except MessageError as e:
-                self._drop(sender, str(e))
-                continue
-            peer.last_heard_s = now_s
-            if isinstance(message, Register):
-                self._producing.on_register(peer, message, now_s)
-            elif isinstance(message, Cancel):
-                self._producing.on_cancel(peer, message, now_s)
-            elif isinstance(message, Heartbeat):
-                for key in message.open_keys:
-                    self._producing.on_renew(key, now_s)
-            else:
-                self._consuming.on_message(peer, message, now_s)
-        return bool(arrived)
-
-    def _drop(self, sender: str, why: str) -> None:
-        self.counters.dropped_notifications += 1
-        self._shop.quiet.warning(
-            logger, f"drop {sender}", "notification from %r dropped: %s", sender, why
-        )
-
-    def _care_for_peers(self, now_s: float) -> None:
-        """Heartbeats while transfers are open, and the death of those that are silent."""
-        limits = self._shop.limits
-        for peer in self._shop.peers.silent(now_s, limits.peer_timeout_s):
-            if not peer.is_lost:
-                self._lose(peer, f"not heard for {limits.peer_timeout_s:g} s", now_s)
-        beat_s = limits.peer_timeout_s / 4
-        for peer in list(self._shop.peers.ranks.values()):
-            if (peer.is_needed or peer.announced) and now_s - peer.last_sent_s >= beat_s:
-                keys = tuple(_rotate(peer, KEYS_PER_HEARTBEAT))
-                self._shop.send(peer.name, Heartbeat(keys), now_s)
-
-    def _lose(self, peer: PeerRank, sentence: str, now_s: float) -> None:
-        """Give up the whole engine this rank belongs to."""
-        engine = peer.engine
-        logger.warning("peer %s lost: %s", peer.name, sentence)
-        self.counters.lost_peers += 1
-        self._shop.peers.drop(engine)
-        for rank in engine.ranks:
-            for key in list(rank.sending):
-                self._producing.on_peer_lost(rank.name, key, now_s)
-            for request_id in list(rank.loading):
-                self._consuming.on_peer_lost(rank.name, request_id, now_s)
-        identity = engine.identity
-        self._link.send(PeerLost(identity.engine_id, identity.incarnation, sentence))
-
-    # ------------------------------------------------------------ from our engine
-
-    def _take_link(self, now_s: float) -> None:
-        for message in self._link.poll(now_s):
-            if isinstance(message, MeetPeer):
-                self._meet(message, now_s)
-            elif isinstance(message, DialFailed):
-                self._consuming.on_dial_failed(message.address, message.sentence, now_s)
-
-    def _meet(self, message: MeetPeer, now_s: float) -> None:
-        identity = message.theirs.identity
-        known = self._shop.peers.find(identity.engine_id)
-        if known is not None:
-            self._lose(known.ranks[0], "it has connected again", now_s)
-        if message.ack:
-            self._link.send(Polling(self._setup.rank, message.ack))
-        try:
-            engine = self._shop.peers.meet(message, now_s)
-        except (AgentError, PlanError, LayoutError) as e:
-            sentence = f"engine {identity.engine_id!r} cannot be added: {e}"
-            logger.warning("rank %d: %s", self._setup.rank, sentence)
-            self._link.send(PeerLost(identity.engine_id, identity.incarnation, sentence))
-            address = f"{identity.host}:{identity.port}"
-            self._consuming.on_dial_failed(address, sentence, now_s)
-            return
-        self._consuming.on_met(engine, now_s)
-
-    def _on_timer(self, name: object, now_s: float) -> None:
-        if not isinstance(name, tuple):
-            return
-        kind, key = name
-        if kind == "p":
-            self._producing.on_timer(key, now_s)
-        elif kind == "c":
-            self._consuming.on_timer(key, now_s)
-        elif kind == "h":
-            self._consuming.on_handshake_timer(key, now_s)
-
-
-def _rotate(peer: PeerRank, num_keys: int) -> list[str]:
-    """The next keys of ours to renew with this producer: each of a long list has its turn."""
-    keys = _head(peer.announced, num_keys)
-    loading = _head(peer.loading, num_keys - len(keys))
-    return keys + [peer.loading[request_id] for request_id in loading]
-
-
-def _head(ordered: dict[str, T], num: int) -> list[str]:
-    """Take the first ``num`` entries of an ordered dict and move them to its end."""
-    head = list(islice(ordered, num))
-    for name in head:
-        ordered[name] = ordered.pop(name)
-    return head
+    def _replace(self, loop: RankLoop) -> None:
+        """Go on with a new agent on a new thread."""
+        self._abandoned.append(loop)
+        self._loop = None
+        self._thread = self._make_thread(loop)
+        self._thread.start()

@@ -26,6 +26,7 @@ from neuron_push.core.commands import (
     StepDone,
     Target,
 )
+from neuron_push.core.keys import SideKeys
 from neuron_push.core.layout import Allocation, KvLayout, Region
 from neuron_push.core.link import link_path
 from neuron_push.core.messages import WIRE_VERSION, EngineCard, Identity, ModelCard, RankCard
@@ -109,6 +110,7 @@ class Engine:
     limits: Limits = LIMITS
     model: dict[str, str] = field(default_factory=lambda: {"architecture": "Test"})
     make: Callable[[int, int], tuple[Any, KvLayout]] = make_memory
+    keys: SideKeys | None = None
     host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
 
@@ -133,13 +135,14 @@ class Engine:
             make_card=self._card,
             judge=explain_cards,
             handshake_timeout_s=self.limits.handshake_timeout_s,
+            keys=self.keys,
         )
-        agent_name = f"{self.name}/0/{self.incarnation}"
+        stem = f"{self.name}/0"
         self.rank = TransferThread(
             RankSetup(
                 rank=0,
                 layout=self.layout,
-                make_agent=lambda: NixlAgent(agent_name, self.backend),
+                make_agent=lambda: NixlAgent(f"{stem}/{secrets.token_hex(4)}", self.backend),
                 link_path=path,
                 limits=self.limits,
                 verify=self.verify,
@@ -148,9 +151,9 @@ class Engine:
         self.rank.start()
         self.ended: dict[str, list[Result]] = {}
 
-    def _card(self, ranks: tuple[RankCard, ...]) -> EngineCard:
+    def _card(self, identity: Identity, ranks: tuple[RankCard, ...]) -> EngineCard:
         return EngineCard(
-            identity=self.identity,
+            identity=identity,
             wire_version=WIRE_VERSION,
             transfer_mode="push",
             vllm_version="none",

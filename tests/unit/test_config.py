@@ -107,12 +107,20 @@ def test_an_option_like_no_other_gets_the_list() -> None:
         PushConfig.load({7: 1}, {})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "worker-7", "::"])
-def test_an_address_others_reach_needs_insecure(host: str) -> None:
+@pytest.mark.parametrize("host", ["10.1.2.3", "worker-7"])
+def test_an_address_others_reach_needs_keys_or_insecure(host: str) -> None:
     text = sentence(side_channel_host=host)
     assert text.startswith(f"{HERE}.side_channel_host: value {host!r} can be reached by other")
+    assert "key_file" in text
     assert "insecure: true" in text
     assert load(side_channel_host=host, insecure=True).side_channel_host == host
+    assert load(side_channel_host=host, key_file="/k").side_channel_host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_is_none_is_refused(host: str) -> None:
+    text = sentence(side_channel_host=host, insecure=True)
+    assert text.startswith(f"{HERE}.side_channel_host: value {host!r} is not allowed")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
