@@ -5,7 +5,7 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-Usage: scripts/test.sh [quick]    everything; with `quick` no vLLM servers (under 2 minutes)
+Usage: scripts/test.sh [quick]    everything; with `quick` neither faults nor vLLM servers
        scripts/test.sh ARGS...    set up, then pytest with these arguments
 
 Environment: VENV is the virtual environment to use (default: .venv in the repository).
@@ -38,14 +38,12 @@ python -m pytest -q tests/unit
 say "integration (real NIXL, no model)"
 scripts/libfabric_cpu.sh >/dev/null
 python -m pytest -q tests/integration
-if [[ -d tests/faults ]]; then
-    say "faults"
-    python -m pytest -q tests/faults
-fi
 if [[ ${1-} == quick ]]; then
-    say "quick: done, without the end-to-end tests"
+    say "quick: done, without faults and end-to-end tests"
     exit 0
 fi
+say "faults (real processes)"
+python -m pytest -q tests/faults
 say "end to end (real vLLM)"
 scripts/get_model.sh >/dev/null
 python -m pytest -q tests/e2e

@@ -8,19 +8,22 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from neuron_push.router.attempt import Dispatcher
 from neuron_push.router.bodies import passed_headers
-from neuron_push.router.engines import Engine, EnginePool
+from neuron_push.router.dispatch import Dispatcher
+from neuron_push.router.engines import Engine
 from neuron_push.router.errors import RouterError, error_body
+from neuron_push.router.http1 import HeadLimit
 from neuron_push.router.identity import AskIdentity
 from neuron_push.router.legs import call_engine, engine_error, open_session
 from neuron_push.router.metrics import RouterMetrics
 from neuron_push.router.options import RouterOptions
+from neuron_push.router.pool import EnginePool
 from neuron_push.router.proxy import CompletionProxy
 
 
@@ -32,12 +35,13 @@ def create_app(options: RouterOptions, ask_identity: AskIdentity) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_session(options.connect_timeout_s, options.idle_timeout_s) as session:
             pool = EnginePool(options, ask_identity, session)
-            dispatcher = Dispatcher(pool, session, metrics)
+            metrics.watch([*pool.prefill, *pool.decode])
+            dispatcher = Dispatcher(
+                pool, session, metrics, decode_recomputes=options.decode_recomputes
+            )
             app.state.session = session
             app.state.pool = pool
-            app.state.proxy = CompletionProxy(
-                dispatcher, metrics, options.max_body_bytes, options.idle_timeout_s
-            )
+            app.state.proxy = CompletionProxy(dispatcher, metrics, options)
             pool.start()
             try:
                 yield
@@ -56,6 +60,7 @@ def create_app(options: RouterOptions, ask_identity: AskIdentity) -> Starlette:
             Route("/health", _health),
             Route("/metrics", exposition),
         ],
+        middleware=[Middleware(HeadLimit)],
         exception_handlers={HTTPException: _http_exception},
         lifespan=lifespan,
     )

@@ -1,19 +1,19 @@
-"""One dispatch of one client request: a pair of engines, a transfer_id, two legs."""
+"""One try of one client request: a pair of engines, a transfer_id, two legs."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 
 from neuron_push.router.bodies import ClientRequest, decode_body, prefill_body
-from neuron_push.router.engines import EnginePool, Pair
 from neuron_push.router.errors import RouterError
 from neuron_push.router.legs import DecodeLeg, Reply, run_prefill
 from neuron_push.router.metrics import RouterMetrics
+from neuron_push.router.pool import Pair
 
 # A prefill engine's answer may trail a short decode by a moment.
 STRAGGLER_GRACE_S = 1.0
@@ -43,22 +43,42 @@ class Attempt:
         self._prefill: asyncio.Task[None] | None = None
         self._decode = DecodeLeg(session)
         self._decode_outcome = "cancelled"
+        self._prefill_failed = False
         self._closed = False
+        self._prefill_ticket = pair.prefill.breaker.enter()
+        self._decode_ticket = pair.decode.breaker.enter()
 
-    async def start(self) -> Reply:
-        """Sends both legs at once; returns when the decode engine's first bytes are here.
+    async def start(self, may_go_on: Callable[[RouterError], bool]) -> Reply:
+        """Sends both legs at once; returns when the decode engine's first token is here.
 
-        Raises RouterError when either leg fails before that, whichever is first.
-        What becomes of the P leg later does not matter: a decode engine that
-        still misses something says so itself.
+        Raises RouterError when either leg fails before that, whichever is first;
+        after a failure of the P leg alone `may_go_on` says whether the decode
+        engine may still answer. What becomes of the P leg later does not
+        matter: a decode engine that still misses something says so itself.
         """
+        try:
+            reply = await self._both_legs(may_go_on)
+        except RouterError as err:
+            self._blame(err)
+            raise
+        if not self._prefill_failed:
+            self._prefill_ticket.succeeded()  # its KV has arrived, though it may not have answered
+        self._decode_ticket.succeeded()
+        return reply
+
+    async def _both_legs(self, may_go_on: Callable[[RouterError], bool]) -> Reply:
         prefill = self._prefill = asyncio.create_task(self._run_prefill())
         prefill.add_done_callback(_retrieve)
         decode = asyncio.create_task(self._open_decode())
         try:
             await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
-            if prefill.done() and (not decode.done() or decode.exception() is not None):
-                prefill.result()  # if both failed, P's failure is the cause
+            cause = prefill.exception() if prefill.done() else None
+            if isinstance(cause, RouterError) and not decode.done() and may_go_on(cause):
+                await asyncio.wait({decode})
+                if decode.exception() is None:
+                    self._blame(cause)
+            if cause is not None and (not decode.done() or decode.exception() is not None):
+                raise cause  # if both failed, P's failure is the cause
             return await decode
         finally:
             if not decode.done():
@@ -73,6 +93,7 @@ class Attempt:
         except RouterError as err:
             self._decode_outcome = err.outcome
             self._report("decode", self._pair.decode.url, err)
+            self._decode_ticket.failed(str(err))
             raise
         self._decode_outcome = "ok"
 
@@ -82,6 +103,8 @@ class Attempt:
             return None
         self._closed = True
         self._decode.close()
+        self._prefill_ticket.release()
+        self._decode_ticket.release()
         self._metrics.legs.labels("decode", self._decode_outcome).inc()
         if self._prefill is None or self._prefill.done():
             return None
@@ -101,7 +124,10 @@ class Attempt:
         except RouterError as err:
             outcome = err.outcome
             self._report("prefill", self._pair.prefill.url, err)
-            raise _as_gateway(err) from err
+            failure = _as_gateway(err)
+            failure.leg = "prefill"
+            self._prefill_failed = True
+            raise failure from err
         finally:
             self._metrics.legs.labels("prefill", outcome).inc()
 
@@ -115,10 +141,21 @@ class Attempt:
         except RouterError as err:
             self._decode_outcome = err.outcome
             self._report("decode", self._pair.decode.url, err)
+            err.leg = "decode"
             raise
         if self._decode.finished:
             self._decode_outcome = "ok"
         return reply
+
+    def _blame(self, err: RouterError) -> None:
+        """Tells the breakers. A decode engine's 5xx may be a load that failed because of P."""
+        if err.client_fault:
+            return
+        refused = err.outcome == "unreachable"
+        if err.leg == "prefill" or err.outcome == "http_5xx":
+            self._prefill_ticket.failed(str(err), refused=refused)
+        if err.leg == "decode":
+            self._decode_ticket.failed(str(err), refused=refused)
 
     def _report(self, role: str, url: str, err: RouterError) -> None:
         """A leg failed: says so, and has both engines looked at, at once."""
@@ -132,43 +169,6 @@ class Attempt:
         if not err.client_fault:
             self._pair.prefill.suspect()
             self._pair.decode.suspect()
-
-
-class Dispatcher:
-    """Makes attempts, and sees to it that none leaves a leg behind."""
-
-    def __init__(
-        self, pool: EnginePool, session: aiohttp.ClientSession, metrics: RouterMetrics
-    ) -> None:
-        self._pool = pool
-        self._session = session
-        self._metrics = metrics
-        self._ending: set[asyncio.Task[None]] = set()
-
-    async def dispatch(self, request: ClientRequest) -> tuple[Attempt, Reply]:
-        """One attempt, begun; the caller hands it to `end`. Raises RouterError.
-
-        Until this returns nothing has been sent to the client: this is the
-        place to try again with another pair.
-        """
-        pair = await self._pool.pick()
-        attempt = Attempt(request, pair, self._session, self._metrics)
-        try:
-            return attempt, await attempt.start()
-        except BaseException:
-            self.end(attempt)
-            raise
-
-    def end(self, attempt: Attempt) -> None:
-        ending = attempt.close()
-        if ending is not None:
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-
-    async def close(self) -> None:
-        for task in self._ending:
-            task.cancel()
-        await asyncio.gather(*self._ending, return_exceptions=True)
 
 
 def _retrieve(leg: asyncio.Task[None]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,12 +46,40 @@ def router(
     idle_timeout_s: Annotated[
         str, typer.Option(metavar="S", help="Longest wait for the next byte of anyone, in seconds.")
     ] = "300",
+    receive_timeout_s: Annotated[
+        str,
+        typer.Option(
+            metavar="S", help="Longest time a whole request may take to arrive, in seconds."
+        ),
+    ] = "60",
     drain_s: Annotated[
         str,
         typer.Option(
             metavar="S", help="How long running streams may last after SIGTERM, in seconds."
         ),
     ] = "30",
+    breaker_failures: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="Failures in a row after which requests stay away from an engine for a while.",
+        ),
+    ] = "5",
+    decode_recomputes: Annotated[
+        bool,
+        typer.Option(
+            "--decode-recomputes",
+            help="The decode engines have kv_load_failure_policy=recompute: without another "
+            "prefill engine, let them answer when the prefill leg fails.",
+        ),
+    ] = False,
+    key_file: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="The engines' keys, made by `neuron-push keygen`, if they have any.",
+        ),
+    ] = "",
 ) -> None:
     """Serve prefill and decode engines as one OpenAI-compatible endpoint."""
     try:
@@ -62,15 +92,24 @@ def router(
             max_body_mib=max_body_mib,
             connect_timeout_s=connect_timeout_s,
             idle_timeout_s=idle_timeout_s,
+            receive_timeout_s=receive_timeout_s,
             drain_s=drain_s,
+            breaker_failures=breaker_failures,
+            decode_recomputes=decode_recomputes,
+            key_file=key_file,
         )
         server = import_extra("neuron_push.router.server", extra="router")
+        from neuron_push.core.keys import KeyFileError, load_keys
         from neuron_push.core.sidechannel import ask_identity
 
+        try:
+            keys = load_keys(Path(key_file)) if key_file else None
+        except KeyFileError as err:
+            raise OptionError("--key-file", key_file, str(err)) from None
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s"
         )
-        server.run_router(options, ask_identity)
+        server.run_router(options, partial(ask_identity, keys=keys))
     except OptionError as err:
         typer.echo(f"error: {err}", err=True)
         raise typer.Exit(2) from None

@@ -10,8 +10,9 @@ import msgspec
 class RouterError(Exception):
     """A request that cannot be served, with the status and body the client gets.
 
-    `outcome` names the kind for the metrics. `client_fault` is true when the
-    engine blamed the request itself (4xx): another engine would say the same.
+    `outcome` names the kind for the metrics, `leg` the leg that failed, if one
+    did. `client_fault` is true when the engine blamed the request itself (4xx):
+    another engine would say the same.
     """
 
     def __init__(
@@ -22,9 +23,11 @@ class RouterError(Exception):
         outcome: str,
         body: bytes | None = None,
         retry_after: str | None = None,
+        leg: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.leg = leg
         self.outcome = outcome
         self.retry_after = retry_after
         self._body = body
@@ -73,19 +76,12 @@ def from_engine_body(status: int, raw: bytes, who: str, retry_after: str | None)
     )
 
 
-def from_first_event(chunk: bytes, who: str) -> RouterError | None:
-    """The error an engine put into the first event of its stream, if it did.
-
-    vLLM has sent `200 OK` by the time a load of KV fails, and says so in an
-    event `data: {"error": ...}`; no byte has reached the client yet.
-    """
-    if not chunk.startswith(b"data:"):
-        return None
-    line = chunk[5:].split(b"\n", 1)[0].strip()
-    if not line.startswith(b'{"error"'):
+def from_event(data: bytes, who: str) -> RouterError | None:
+    """The error in one event of a stream (what follows `data:`), if it is one."""
+    if not data.startswith(b'{"error"'):
         return None
     try:
-        decoded: Any = msgspec.json.decode(line)
+        decoded: Any = msgspec.json.decode(data)
     except msgspec.DecodeError:
         return None
     error = decoded["error"]
@@ -93,7 +89,7 @@ def from_first_event(chunk: bytes, who: str) -> RouterError | None:
         return None
     code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else 502
-    return from_engine_body(status, line, who, None)
+    return from_engine_body(status, data, who, None)
 
 
 def _message_in(decoded: Any, raw: bytes, status: int, who: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import aiohttp
 
-from neuron_push.router.errors import RouterError, from_engine_body, from_first_event
+from neuron_push.router.errors import RouterError, from_engine_body
+from neuron_push.router.opening import read_opening
 
 _MAX_ERROR_BYTES = 256 * 1024
 _NETWORK_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
@@ -37,6 +39,10 @@ def open_session(connect_timeout_s: float, idle_timeout_s: float) -> aiohttp.Cli
 
 def engine_error(err: BaseException, role: str) -> RouterError:
     """What a failed connection to an engine means to the client."""
+    if isinstance(err, aiohttp.ConnectionTimeoutError):
+        return RouterError(
+            504, f"the {role} engine cannot be reached: time-out", outcome="unreachable"
+        )
     if isinstance(err, TimeoutError):
         return RouterError(504, f"the {role} engine did not answer in time", outcome="timeout")
     if isinstance(err, aiohttp.ClientConnectorError):
@@ -59,9 +65,11 @@ async def call_engine(
     """
     data = None if body is None else io.BytesIO(body)
     try:
-        response = await session.request(
-            method, url, data=data, headers=headers, allow_redirects=False
-        )
+        # aiohttp's own time-outs begin when the whole body has been sent.
+        async with asyncio.timeout(_head_timeout_s(session)):
+            response = await session.request(
+                method, url, data=data, headers=headers, allow_redirects=False
+            )
     except _NETWORK_ERRORS as err:
         raise engine_error(err, role) from err
     status = response.status
@@ -81,9 +89,13 @@ async def call_engine(
     raise from_engine_body(status, raw, f"the {role} engine", retry_after)
 
 
+def _head_timeout_s(session: aiohttp.ClientSession) -> float:
+    return (session.timeout.connect or 0.0) + (session.timeout.sock_read or 0.0)
+
+
 @dataclass(frozen=True)
 class Reply:
-    """How a decode engine's answer begins: all of it, or the head of a stream."""
+    """How a decode engine's answer begins: all of it, or a stream up to its first token."""
 
     status: int
     headers: dict[str, str]
@@ -107,7 +119,7 @@ async def run_prefill(
 
 
 class DecodeLeg:
-    """The D leg: its first bytes, then the rest of its stream."""
+    """The D leg: its first token, then the rest of its stream."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -115,11 +127,7 @@ class DecodeLeg:
         self.finished = False
 
     async def open(self, url: str, headers: dict[str, str], body: bytes) -> Reply:
-        """Waits for the first bytes (of a stream) or the whole body. Raises RouterError.
-
-        A status alone is no first byte: vLLM sends that of a stream before it
-        has the KV.
-        """
+        """Waits for the first token (of a stream) or the whole body. Raises RouterError."""
         response = await call_engine(
             self._session, "POST", url, "decode", headers=headers, body=body
         )
@@ -131,17 +139,15 @@ class DecodeLeg:
         }
         streaming = response.content_type == "text/event-stream"
         try:
-            first = await (response.content.readany() if streaming else response.read())
+            if streaming:
+                first = await read_opening(response.content.readany, "the decode engine")
+            else:
+                first = await response.read()
         except _NETWORK_ERRORS as err:
             raise engine_error(err, "decode") from err
-        if streaming:
-            if not first:
-                raise RouterError(502, "the decode engine's stream is empty", outcome="broken")
-            error = from_first_event(first, "the decode engine")
-            if error is not None:
-                raise error
-        else:
-            self.finished = True
+        if streaming and not first:
+            raise RouterError(502, "the decode engine's stream is empty", outcome="broken")
+        self.finished = not streaming
         return Reply(response.status, passed, first, streaming)
 
     async def rest(self) -> AsyncIterator[bytes]:

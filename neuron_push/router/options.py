@@ -43,7 +43,11 @@ class RouterOptions:
     max_body_bytes: int = 32 * MIB
     connect_timeout_s: float = 5.0
     idle_timeout_s: float = 300.0
+    receive_timeout_s: float = 60.0
     drain_s: float = 30.0
+    breaker_failures: int = 5
+    decode_recomputes: bool = False
+    key_file: str = ""
 
 
 def check_options(
@@ -56,7 +60,11 @@ def check_options(
     max_body_mib: float | str = 32.0,
     connect_timeout_s: float | str = 5.0,
     idle_timeout_s: float | str = 300.0,
+    receive_timeout_s: float | str = 60.0,
     drain_s: float | str = 30.0,
+    breaker_failures: int | str = 5,
+    decode_recomputes: bool = False,
+    key_file: str = "",
 ) -> RouterOptions:
     """Checks what a user wrote; numbers may still be text.
 
@@ -81,7 +89,11 @@ def check_options(
         max_body_bytes=int(_within("--max-body-mib", max_body_mib, 0.001, 1024.0) * MIB),
         connect_timeout_s=_within("--connect-timeout-s", connect_timeout_s, 0.1, 600.0),
         idle_timeout_s=_within("--idle-timeout-s", idle_timeout_s, 0.1, 86400.0),
+        receive_timeout_s=_within("--receive-timeout-s", receive_timeout_s, 0.1, 3600.0),
         drain_s=_within("--drain-s", drain_s, 0.0, 3600.0),
+        breaker_failures=_count("--breaker-failures", breaker_failures, 1, 1000),
+        decode_recomputes=decode_recomputes,
+        key_file=key_file,
     )
 
 
@@ -125,10 +137,14 @@ def _refuse_repeated(option: str, urls: Sequence[str]) -> None:
 
 
 def _port(option: str, value: int | str) -> int:
+    return _count(option, value, 0, 65535, " (0: any free port)")
+
+
+def _count(option: str, value: int | str, low: int, high: int, note: str = "") -> int:
     text = str(value)
-    if not text.isascii() or not text.isdigit() or int(text) > 65535:
-        raise OptionError(option, value, "a whole number from 0 (any free port) to 65535")
-    return int(text)
+    if text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high:
+        return int(text)
+    raise OptionError(option, value, f"a whole number from {low} to {high}{note}")
 
 
 def _within(option: str, value: float | str, low: float, high: float) -> float:

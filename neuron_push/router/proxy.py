@@ -14,10 +14,11 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from neuron_push.router.attempt import Dispatcher
 from neuron_push.router.bodies import ClientRequest, parse_request, request_id_of
+from neuron_push.router.dispatch import Dispatcher
 from neuron_push.router.errors import RouterError
 from neuron_push.router.metrics import RouterMetrics
+from neuron_push.router.options import RouterOptions
 
 _DISCARD_S = 5.0
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
@@ -33,24 +34,19 @@ class CompletionProxy:
     """An ASGI application; made by the lifespan, with everything it needs."""
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        metrics: RouterMetrics,
-        max_body_bytes: int,
-        idle_timeout_s: float,
+        self, dispatcher: Dispatcher, metrics: RouterMetrics, options: RouterOptions
     ) -> None:
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
-        self._idle_timeout_s = idle_timeout_s
+        self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_at = time.monotonic()
         headers = _headers_of(scope)
-        client = _Client(receive, send, request_id_of(headers), self._idle_timeout_s)
+        client = _Client(receive, send, request_id_of(headers), self._options)
         with self._metrics.in_flight.track_inprogress():
             try:
-                body = await client.read_body(headers, self._max_body_bytes)
+                body = await client.read_body(headers)
                 request = parse_request(scope["path"], client.request_id, headers, body)
                 await client.while_connected(self._serve(request, client, arrived_at))
             except RouterError as err:
@@ -81,18 +77,28 @@ class _Client:
     """The client's side of one request."""
 
     def __init__(
-        self, receive: Receive, send: Send, request_id: str, idle_timeout_s: float
+        self, receive: Receive, send: Send, request_id: str, options: RouterOptions
     ) -> None:
         self.request_id = request_id
         self._receive = receive
         self._send = send
-        self._idle_timeout_s = idle_timeout_s
+        self._options = options
         self._begun = False
         self._ended = False
         self._tail = b""
 
-    async def read_body(self, headers: dict[str, str], limit: int) -> bytes:
+    async def read_body(self, headers: dict[str, str]) -> bytes:
         """Raises RouterError (413, 408) or ClientGone."""
+        try:
+            async with asyncio.timeout(self._options.receive_timeout_s):
+                return await self._read_body(headers)
+        except TimeoutError:
+            raise RouterError(
+                408, "the request body did not arrive in time", outcome="timeout"
+            ) from None
+
+    async def _read_body(self, headers: dict[str, str]) -> bytes:
+        limit = self._options.max_body_bytes
         too_large = RouterError(
             413, f"the request body is larger than {limit} bytes", outcome="http_4xx"
         )
@@ -169,13 +175,7 @@ class _Client:
             _log.debug("request_id=%s: %s", self.request_id, err)
 
     async def _next_message(self) -> Message:
-        try:
-            async with asyncio.timeout(self._idle_timeout_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise RouterError(
-                408, "the request body did not arrive in time", outcome="timeout"
-            ) from None
+        message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientGone("the client hung up while sending")
         return message
@@ -186,7 +186,7 @@ class _Client:
 
     async def _pass(self, message: Message) -> None:
         try:
-            async with asyncio.timeout(self._idle_timeout_s):
+            async with asyncio.timeout(self._options.idle_timeout_s):
                 await self._send(message)
         except (OSError, TimeoutError) as err:
             raise ClientGone(f"the client does not read: {err or 'time-out'}") from err

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from neuron_push.router.app import create_app
+from neuron_push.router.http1 import MAX_HEAD_BYTES, bounded_protocol
 from neuron_push.router.identity import AskIdentity
 from neuron_push.router.options import OptionError, RouterOptions
 
@@ -25,8 +26,22 @@ def run_router(options: RouterOptions, ask_identity: AskIdentity) -> None:
     Raises OptionError when it cannot listen where it is told to.
     """
     listener = listen(options.host, options.port)
-    config = uvicorn.Config(
+    config = server_config(options, ask_identity)
+    host, port = listener.getsockname()[:2]
+    _log.info(
+        "router listens on http://%s:%d: %d prefill, %d decode engines",
+        *(f"[{host}]" if ":" in host else host, port, len(options.prefill), len(options.decode)),
+    )
+    asyncio.run(_Server(config).serve(sockets=[listener]))
+    _log.info("router has ended")
+
+
+def server_config(options: RouterOptions, ask_identity: AskIdentity) -> uvicorn.Config:
+    """The application and the limits of what clients may send it, for uvicorn."""
+    return uvicorn.Config(
         create_app(options, ask_identity),
+        http=bounded_protocol(options.receive_timeout_s),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         lifespan="on",
         ws="none",
         log_config=None,
@@ -35,13 +50,6 @@ def run_router(options: RouterOptions, ask_identity: AskIdentity) -> None:
         server_header=False,
         timeout_graceful_shutdown=math.ceil(options.drain_s),
     )
-    host, port = listener.getsockname()[:2]
-    _log.info(
-        "router listens on http://%s:%d: %d prefill, %d decode engines",
-        *(f"[{host}]" if ":" in host else host, port, len(options.prefill), len(options.decode)),
-    )
-    asyncio.run(_Server(config).serve(sockets=[listener]))
-    _log.info("router has ended")
 
 
 class _Server(uvicorn.Server):

@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 import uvicorn
 from aiohttp import web
 
-from neuron_push.router.app import create_app
 from neuron_push.router.options import check_options
-from neuron_push.router.server import listen
+from neuron_push.router.server import listen, server_config
 
 Script = Callable[[web.Request, "Call"], Awaitable[web.StreamResponse]]
 
@@ -154,6 +153,12 @@ async def drop(request: web.Request, call: Call) -> web.StreamResponse:
     raise ConnectionResetError
 
 
+async def hung_up(call: Call) -> bool:
+    """Whether the router closed this call's connection, waited for up to 1 s."""
+    await asyncio.wait_for(call.ended.wait(), 1.0)
+    return call.hung_up
+
+
 class FakeSideChannel:
     """Answers `ask_identity`, and remembers whom it was asked for."""
 
@@ -161,12 +166,17 @@ class FakeSideChannel:
         self.identity = Identity()
         self.error: Exception | None = None
         self.asked: list[tuple[str, int]] = []
+        self.mute_ports: set[int] = set()
+        self.engine_ids: dict[int, str] = {}
 
     async def __call__(self, host: str, port: int, timeout_s: float) -> Identity:
         self.asked.append((host, port))
         if self.error is not None:
             raise self.error
-        return self.identity
+        if port in self.mute_ports:
+            await asyncio.Event().wait()
+        engine_id = self.engine_ids.get(port, self.identity.engine_id)
+        return replace(self.identity, engine_id=engine_id)
 
 
 @dataclass
@@ -220,7 +230,12 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def stack(
-    prefill: int = 1, decode: int = 1, *, well: bool = True, **options: Any
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    well: bool = True,
+    engine_ids: dict[int, str] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Stack]:
     """A running router with that many doubles; `options` go to check_options."""
     async with contextlib.AsyncExitStack() as cleanup:
@@ -229,22 +244,17 @@ async def stack(
             await engine.start()
             cleanup.push_async_callback(engine.stop)
         side = FakeSideChannel()
+        side.engine_ids = engine_ids or {}
         checked = check_options(
             [
                 f"{engine.url},side=side-host:{5700 + i}"
                 for i, engine in enumerate(engines[:prefill])
             ],
             [engine.url for engine in engines[prefill:]],
-            **options,
+            **{"drain_s": 1, **options},
         )
         listener = listen("127.0.0.1", 0)
-        config = uvicorn.Config(
-            create_app(checked, side),
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
+        config = server_config(checked, side)
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_geometry import APART, FUSED, Group, make_layout
 
 from neuron_push.core.layout import (
     INT64_MAX,
@@ -19,6 +18,7 @@ from neuron_push.core.layout import (
     LayoutError,
     Region,
 )
+from tests.unit.kv_geometry import APART, FUSED, Group, make_layout
 
 GROUP = Group(("a", "b"), "kv_outer_hnd", 16, 8)
 LAYOUT = make_layout([GROUP], heads=2, head_first=2, total_heads=8)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from kv_geometry import Group, make_layout
 
 from neuron_push.core.layout import KvLayout
 from neuron_push.core.plan import (
@@ -19,6 +18,7 @@ from neuron_push.core.plan import (
     pair_ranks,
     same_shape,
 )
+from tests.unit.kv_geometry import Group, make_layout
 
 
 def layout(  # one group of plain layers

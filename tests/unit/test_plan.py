@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kv_geometry import APART, FUSED, Group, Memory, entry_address, make_layout
 
 from neuron_push.core.layout import INT64_MAX, Allocation, KvLayout, Region
 from neuron_push.core.plan import PairPlan, PlanError, Share, pair_ranks, same_shape
+from tests.unit.kv_geometry import APART, FUSED, Group, Memory, entry_address, make_layout
 
 Table = npt.NDArray[np.int64]
 
