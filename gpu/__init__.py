@@ -1,1 +1,1 @@
-"""The CUDA device backend. The place is registered; the backend itself is not written yet."""
+"""neuron_push_gpu: the device backend for NVIDIA GPUs (GPUDirect)."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from neuron_push import vllm_compat as compat
 from neuron_push.config import PushConfig
-from neuron_push.core.agent import NixlAgent
+from neuron_push.core.agent import AgentError, NixlAgent
 from neuron_push.core.commands import Result, Target
 from neuron_push.core.keys import load_keys
 from neuron_push.core.link import link_path
@@ -30,6 +30,7 @@ from neuron_push.core.shop import Limits
 from neuron_push.core.sidechannel import SideChannel
 from neuron_push.core.transfer import RankSetup
 from neuron_push.devices.host import request_amx_permission
+from neuron_push.devices.start import confirm_device, explained, start_device
 from neuron_push.fit import explain_cards
 from neuron_push.metrics import PushStats, make_prom_metrics
 from neuron_push.scheduler import PushScheduler, StepPlan
@@ -161,14 +162,19 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             host, _, port = address.rpartition(":")
             side.dial(host, int(port), "", keep_trying=True)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """A wish: vLLM warns and goes on where the attention backend cannot have it."""
+        return compat.wanted_cache_layout(vllm_config)
+
     # ============================================================ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._config
-        layout, device = compat.make_layout(
-            self._vllm_config, self._kv_cache_config, kv_caches, config.device
-        )
-        device.prepare()
+        device = compat.find_device(self._vllm_config, kv_caches, config.device)
+        # Before any NIXL agent of this process, and before addresses are taken.
+        start_device(device, kv_caches, config.backends[0])
+        layout = compat.make_layout(self._vllm_config, self._kv_cache_config, kv_caches, device)
         rank = layout.pp_rank * self._tp_size + layout.tp_rank
         stem = f"{self._engine_id}/{rank}"
         setup = RankSetup(
@@ -187,14 +193,18 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             ),
             verify=config.verify_kv,
             read_memory=device.read_memory,
+            confirm=lambda agent: confirm_device(device, agent),
         )
-        self._worker = PushWorker(
-            setup,
-            device,
-            early_failures=compat.TransferResults is not None,
-            idle_wait_s=config.idle_wait_ms / 1000,
-            on_result=self._on_result,
-        )
+        try:
+            self._worker = PushWorker(
+                setup,
+                device,
+                early_failures=compat.TransferResults is not None,
+                idle_wait_s=config.idle_wait_ms / 1000,
+                on_result=self._on_result,
+            )
+        except AgentError as e:
+            raise AgentError(explained(device, e)) from e
         num_bytes = sum(allocation.num_bytes for allocation in layout.allocations)
         logger.info(
             "engine %s rank %d: %s memory of %d layers registered with NIXL %s: %.2f GiB in %d "

@@ -7,6 +7,7 @@ must stay light: the API server's process does it too.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -23,11 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from neuron_push.core.layout import Allocation, KvLayout, Region
 from neuron_push.core.messages import ModelCard
-from neuron_push.devices.base import CacheFacts, DeviceBackend, find_backend
+from neuron_push.devices.base import (
+    CacheFacts,
+    DeviceBackend,
+    KvCaches,
+    all_tensors,
+    find_backend,
+)
+from neuron_push.devices.neuron_parallel import check_ranks, replicated_head
+from neuron_push.layer_names import canonical_names
 from neuron_push.scheduler import GroupFacts
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -76,7 +84,8 @@ def parallel_sizes(config: VllmConfig) -> tuple[int, int]:
         size = getattr(parallel, name, 1) or 1
         if size > 1:
             raise UnsupportedError(
-                f"{name} is {size}: neuron_push does not move KV that is split along the context; "
+                f"{name} is {size}: neuron_push does not move KV that is split along the context "
+                "(and vllm-neuron allows that with its own NeuronNixlConnector only); "
                 f"start with {name} 1"
             )
     return int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
@@ -143,52 +152,86 @@ def can_load(cache: KVCacheConfig, kv_role: str) -> bool:
     return False
 
 
-def make_layout(
-    config: VllmConfig,
-    cache: KVCacheConfig,
-    tensors: Mapping[str, torch.Tensor],
-    wanted_device: str,
-) -> tuple[KvLayout, DeviceBackend]:
-    """This rank's KV memory, and the device backend that knows it.
-
-    Raises UnsupportedError, DeviceError or LayoutError with a sentence.
-    """
-    tp_rank, pp_rank = own_rank()
-    tp_size, _ = parallel_sizes(config)
-    total_heads = int(config.model_config.get_total_num_kv_heads())
-    first = next(iter(tensors.values()), None)
+def find_device(config: VllmConfig, caches: KvCaches, wanted: str) -> DeviceBackend:
+    """The device backend of this worker's KV tensors. Raises UnsupportedError or DeviceError."""
+    first = next((tensor for _, tensor in all_tensors(caches)), None)
     if first is None or not hasattr(first, "untyped_storage"):
         raise UnsupportedError(
             "this model's KV cache is not one tensor a layer (recurrent state?): neuron_push "
             "moves attention KV only"
         )
-    device = find_backend(first.device.type, wanted_device)
+    device = find_backend(first.device.type, wanted)
+    transfer = config.kv_transfer_config
+    policy = str(getattr(transfer, "kv_load_failure_policy", "fail"))
+    is_consumer = transfer is not None and transfer.kv_role == "kv_consumer"
+    if is_consumer and policy == "recompute" and not device.consumer_can_recompute:
+        raise UnsupportedError(
+            f"kv_load_failure_policy is 'recompute', but an engine that only decodes on "
+            f"{device.name} has no prefill graphs: set it to 'fail', so that the router tries "
+            "elsewhere, or start the engine as kv_both"
+        )
+    return device
+
+
+def make_layout(
+    config: VllmConfig, cache: KVCacheConfig, caches: KvCaches, device: DeviceBackend
+) -> KvLayout:
+    """This rank's KV memory.
+
+    Raises UnsupportedError, DeviceError, LayerNameError or LayoutError with a sentence.
+    """
+    tp_rank, pp_rank = own_rank()
+    tp_size, _ = parallel_sizes(config)
+    check_ranks(tp_rank, tp_size)
+    total_heads = int(config.model_config.get_total_num_kv_heads())
+    first: Any = next(tensor for _, tensor in all_tensors(caches))
+    names = canonical_names(layer for g in cache.kv_cache_groups for layer in g.layer_names)
     regions: list[Region] = []
     allocations: dict[int, Allocation] = {}
     for group_index, group in enumerate(cache.kv_cache_groups):
         for layer in group.layer_names:
-            tensor = tensors.get(layer)
+            tensor = caches.get(layer)
             if tensor is None:
                 continue  # encoder-only layers and layers that share another's cache
             spec = _layer_spec(group.kv_cache_spec, layer)
             facts = _cache_facts(
-                layer, group_index, cache.num_blocks, spec, total_heads, tp_size, tp_rank,
+                names[layer], group_index, cache.num_blocks, spec, total_heads, tp_size, tp_rank,
                 first.device.type,
             )  # fmt: skip
-            allocation = device.allocation(tensor)
-            allocations[allocation.address] = allocation
+            for allocation in device.allocations(tensor):
+                allocations[allocation.address] = allocation
             regions.extend(device.regions(tensor, facts))
     layout = KvLayout(
         tp_rank=tp_rank,
         pp_rank=pp_rank,
         total_kv_heads=max([total_heads, *(r.head_first + r.num_heads for r in regions)]),
-        dtype=_short(first.dtype),
+        dtype=device.element_type(_short(first.dtype)),
         memory_type=device.memory_type,
         allocations=tuple(allocations[address] for address in sorted(allocations)),
         regions=tuple(regions),
+        packing=_packing(config),
     )
     layout.validate()
-    return layout, device
+    return layout
+
+
+def wanted_cache_layout(config: VllmConfig) -> str | None:
+    """How KV should lie on a GPU so that blocks move in few, large pieces; None: no wish.
+
+    From 0.28 on all layers of a block can be one run of memory (BLHNC). Blocks larger than the
+    attention kernels' own cannot be laid out so, and a hybrid model's may be: no wish then.
+    Before that heads outside tokens (HND), which is also how Trainium keeps them.
+    """
+    from vllm.platforms import current_platform
+
+    if os.environ.get("VLLM_KV_CACHE_LAYOUT") or not current_platform.is_cuda():
+        return None
+    model = config.model_config
+    if model is None or getattr(model, "is_hybrid", False):
+        return None
+    if importlib.util.find_spec("vllm.v1.kv_cache_layout") is None:
+        return None if model.use_mla else "HND"
+    return "BLHNC" if (config.cache_config.block_size or 16) <= 64 else None
 
 
 def make_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
@@ -228,7 +271,11 @@ def _cache_facts(
     first = 0
     if not is_latent and tp_size > 1:
         # With fewer KV heads than ranks, several ranks hold the same head.
-        first = tp_rank * heads if total_heads >= tp_size else tp_rank * total_heads // tp_size
+        shared = replicated_head(tp_rank, tp_size, total_heads)
+        if total_heads >= tp_size:
+            first = tp_rank * heads
+        else:
+            first = tp_rank * total_heads // tp_size if shared is None else shared
     return CacheFacts(
         layer=layer,
         group=group,
@@ -241,6 +288,19 @@ def _cache_facts(
         interior="cpu" if device_type == "cpu" else "plain",
         kind="latent" if is_latent else "attention",
     )
+
+
+def _packing(config: VllmConfig) -> str:
+    """How bytes are arranged inside a head's block; both sides must name the same.
+
+    vllm-neuron's ``neuron_config.fp8_packed_kv`` swizzles keys as (tokens / 2, dim, 2) without
+    showing it in the tensor's shape.
+    """
+    additional = getattr(config, "additional_config", None) or {}
+    neuron = additional.get("neuron_config") if isinstance(additional, Mapping) else None
+    if isinstance(neuron, Mapping) and neuron.get("fp8_packed_kv"):
+        return "neuron-fp8-packed"
+    return "plain"
 
 
 def _layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:

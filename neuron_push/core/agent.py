@@ -62,6 +62,9 @@ class Agent(Protocol):
     def register(self, allocations: tuple[Allocation, ...], memory_type: str) -> None:
         """Make this memory reachable. Once, before :meth:`metadata`."""
 
+    def memory_types(self) -> list[str]:
+        """What the backend says it can register, such as ``["DRAM", "VRAM"]``."""
+
     def metadata(self) -> bytes:
         """What a peer needs to reach this agent and its memory."""
 
@@ -135,6 +138,11 @@ class NixlAgent:
         rows = [(a.address, a.num_bytes, a.device_id, "") for a in allocations]
         with _Timed(self, "register_memory"):
             self._registered.append(self._nixl.register_memory(rows, memory_type))
+
+    def memory_types(self) -> list[str]:
+        with _Timed(self, "get_backend_mem_types"):
+            names = self._nixl.get_backend_mem_types(self.backend)
+        return [str(name).removesuffix("_SEG") for name in names]
 
     def metadata(self) -> bytes:
         with _Timed(self, "get_agent_metadata"):

@@ -19,6 +19,9 @@ class Marker(Protocol):
     def done(self) -> bool:
         """True when that work is visible to the NIC. Cheap; polled by the transfer thread."""
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for that, at most `timeout_s`, without the interpreter lock; what `done` says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -69,7 +69,12 @@ class RebuildError(Exception):
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What one rank's transfer thread is made of. ``make_agent`` runs on the thread itself."""
+    """What one rank's transfer thread is made of.
+
+    make_agent: runs on the thread itself.
+    confirm: looks at an agent that has registered the memory, on the thread; what it raises is
+        what ``start`` raises.
+    """
 
     rank: int
     layout: KvLayout
@@ -78,6 +83,7 @@ class RankSetup:
     limits: Limits
     verify: bool = False
     read_memory: ReadMemory = read_host_memory
+    confirm: Callable[[Agent], None] | None = None
 
 
 @dataclass
@@ -117,6 +123,8 @@ class RankLoop:
         self.counters = inbox.counters
         agent = setup.make_agent()
         agent.register(setup.layout.allocations, setup.layout.memory_type)
+        if setup.confirm is not None:
+            setup.confirm(agent)
         self.agent = self._agent = agent
         self._shop = Shop(
             agent=agent,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,12 +109,13 @@ class Engine:
     verify: bool = True
     limits: Limits = LIMITS
     model: dict[str, str] = field(default_factory=lambda: {"architecture": "Test"})
+    make: Callable[[int, int], tuple[Any, KvLayout]] = make_memory
     keys: SideKeys | None = None
     host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
 
     def __post_init__(self) -> None:
-        self.memory, self.layout = make_memory(self.num_layers, self.num_blocks)
+        self.memory, self.layout = self.make(self.num_layers, self.num_blocks)
         self.incarnation = secrets.token_hex(4)
         self.identity = Identity(
             engine_id=self.name,

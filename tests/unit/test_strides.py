@@ -57,7 +57,7 @@ def regions_of(tensor: torch.Tensor, facts: CacheFacts = FACTS) -> dict[str, Reg
     regions = device.regions(tensor, facts)
     layout = KvLayout(
         0, 0, facts.head_first + facts.num_heads, "bfloat16", device.memory_type,
-        (device.allocation(tensor),), regions,
+        device.allocations(tensor), regions,
     )  # fmt: skip
     layout.validate()
     return {region.part: region for region in regions}
@@ -209,7 +209,7 @@ def test_two_blocks_with_keys_and_values_outermost() -> None:
     ("tensor", "facts"),
     [
         (filled(B + 1, H, N, 2 * D), FACTS),  # not the number of blocks vLLM says
-        (filled(2, 4 * B, N // 4, H, D), FACTS),  # kernel blocks, K and V outermost
+        (filled(2, 4 * B, H, N // 4, D), FACTS),  # kernel blocks whose tokens are not in a row
         (filled(4 * B, 2, N // 4, H, D + 1)[..., :D], FACTS),  # padding inside a block
         (filled(B, 1), FACTS),  # less than a byte a token
         (filled(B, 1, N, D).expand(B, H, N, D), replace(FACTS, kind="opaque")),
@@ -270,7 +270,7 @@ def test_a_last_dimension_with_gaps_is_no_key() -> None:
 def test_layers_of_one_storage_share_one_allocation() -> None:
     whole = filled(3, B, H, N, 2 * D)
     device = HostDevice()
-    allocations = {device.allocation(layer) for layer in whole}
+    allocations = {a for layer in whole for a in device.allocations(layer)}
     assert len(allocations) == 1
     allocation = allocations.pop()
     assert allocation.address == whole.data_ptr()
@@ -279,7 +279,7 @@ def test_layers_of_one_storage_share_one_allocation() -> None:
 
 def test_memory_that_is_none_is_refused() -> None:
     with pytest.raises(DeviceError, match="no memory behind it"):
-        HostDevice().allocation(torch.empty(0))
+        HostDevice().allocations(torch.empty(0))
 
 
 def test_host_backend_is_found_and_says_what_it_takes() -> None:

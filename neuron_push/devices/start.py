@@ -1,0 +1,63 @@
+"""The order in which a worker brings its device up: checks, environment, agent, checks again.
+
+NIXL and libfabric look at a process once, when the first agent is made, and go on with less (all
+rails instead of the near one, host memory instead of device memory) where something is missing.
+So everything is looked at before, and again after, and nothing is transferred unless all is well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping, Sequence
+from typing import Protocol
+
+from neuron_push.devices.base import DeviceBackend, DeviceError, KvCaches
+from neuron_push.devices.checks import Check
+
+logger = logging.getLogger(__name__)
+
+
+class AgentView(Protocol):
+    """What is read of a NIXL agent after it has registered the memory."""
+
+    def memory_types(self) -> list[str]: ...
+    def metadata(self) -> bytes: ...
+
+
+def start_device(
+    device: DeviceBackend,
+    caches: KvCaches,
+    nixl_backend: str,
+    environ: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Before the process makes a NIXL agent. Raises DeviceError with the first thing amiss."""
+    if nixl_backend not in device.nixl_backends:
+        raise DeviceError(
+            f"NIXL backend {nixl_backend} cannot register {device.name} memory: set "
+            f"kv_connector_extra_config.backends to {[device.nixl_backends[0]]!r}"
+        )
+    device.prepare()
+    _require(device, device.preflight(caches))
+    for name, value in device.environment(caches).items():
+        if environ.setdefault(name, value) == value:
+            logger.info("%s: %s=%s", device.name, name, value)
+
+
+def confirm_device(device: DeviceBackend, agent: AgentView) -> None:
+    """Once the agent has registered the memory. Raises DeviceError with the first thing amiss."""
+    _require(device, device.confirm(agent.memory_types(), agent.metadata()))
+
+
+def explained(device: DeviceBackend, error: Exception) -> str:
+    """The error's text, and what it means on this device where that is known."""
+    meaning = device.explain(str(error))
+    return f"{error} {meaning}" if meaning else str(error)
+
+
+def _require(device: DeviceBackend, checks: Sequence[Check]) -> None:
+    for check in checks:
+        if check.outcome == "failed":
+            raise DeviceError(f"{device.name}, check {check.name!r}: {check.sentence}")
+        if check.outcome == "note":
+            logger.warning("%s, check %r: %s", device.name, check.name, check.sentence)
