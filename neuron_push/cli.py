@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from neuron_push import __version__
+from neuron_push.bench.cli import bench
 from neuron_push.extras import MissingExtraError
 from neuron_push.router.cli import router
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("router")(router)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
