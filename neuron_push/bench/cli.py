@@ -41,7 +41,7 @@ def serve(
     chunk_tokens: Annotated[
         int, typer.Option(min=32, help="Prefill chunk of every engine (max-num-batched-tokens).")
     ] = 512,
-    kv_cache_gib: Annotated[float, typer.Option(help="KV cache of each engine, GiB.")] = 0.75,
+    kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV cache of each engine, GiB.")] = 1,
     placement: Annotated[
         str,
         typer.Option(

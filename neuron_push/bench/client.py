@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -82,9 +83,7 @@ class Client:
             raise BenchError(f"the load generator failed: {error}: see {self.log}")
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._child.wait()
         self._file.close()

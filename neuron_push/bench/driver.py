@@ -17,13 +17,12 @@ import sys
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    import argparse
-
     from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     print(json.dumps({"error": None}), file=answers)
     for line in sys.stdin:
-        parser = argparse.ArgumentParser()
+        parser = FlexibleArgumentParser()
         serve.add_cli_args(parser)
         error: str | None = None
         try:

@@ -47,7 +47,7 @@ class Settings:
     block_size: int = 32
     max_model_len: int = 8192
     chunk_tokens: int = 512
-    kv_cache_gib: float = 0.75
+    kv_cache_gib: int = 1
     placement: str = "free"
     extra: dict[str, bool] = field(default_factory=dict)
     """Options of our connector, as ``verify_kv``."""
@@ -114,9 +114,12 @@ class Deployment:
         for name, engine in self.engines.items():
             self.servers[name] = start_engine(engine, log_dir)
         for name, engine in self.engines.items():
-            self.servers[name].wait_ready(
-                f"{engine.url}/health", tick=lambda s, n=name: tick(f"{self.mode} {n}, {s:.0f} s")
-            )
+            text = f"{self.mode} {name}"
+
+            def waited(seconds: float, text: str = text) -> None:
+                tick(f"{text}, {seconds:.0f} s")
+
+            self.servers[name].wait_ready(f"{engine.url}/health", tick=waited)
         if self.mode != "plain":
             self.servers["router"] = self._start_router(log_dir)
             self.servers["router"].wait_ready(f"{self.url}/health", 60)
