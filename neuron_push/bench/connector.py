@@ -207,7 +207,8 @@ def measure_handshake(options: Options, mode: str) -> dict[str, Any]:
             _settings(options, mode), geometry=geometry, lazy_memory=True, step_s=0.0,
             decode_step_s=0.0,
         )  # fmt: skip
-        spans, grown = [], {"p": [], "d": []}  # type: ignore[var-annotated]
+        spans: list[float] = []
+        grown: dict[str, list[float]] = {"p": [], "d": []}
         for _ in range(1 if options.quick else min(3, options.rounds)):
             with Couple(settings) as couple:
                 tables = (Tables(num_blocks, None, 1), Tables(num_blocks, None, 2))
@@ -217,8 +218,8 @@ def measure_handshake(options: Options, mode: str) -> dict[str, Any]:
                 after = couple.read()
                 later = statistics.median(_span(couple, keys, tables) for _ in range(5))
             spans.append(first - later)
-            for side in grown:
-                grown[side].append((after[side]["rss"] - before[side]["rss"]) / 2**20)
+            for side, values in grown.items():
+                values.append((after[side]["rss"] - before[side]["rss"]) / 2**20)
         answer[str(num_blocks)] = {
             "handshake_ms": _median([span * 1000 for span in spans]),
             "rss_grown_mib": {side: _median(values) for side, values in grown.items()},

@@ -18,6 +18,8 @@ from typing import Any
 from neuron_push.bench.geometry import BLOCK_TOKENS, Geometry
 
 _HOST = "127.0.0.1"
+_MAP_NORESERVE = 0x4000
+"""Linux; the mmap module does not name it."""
 
 
 @dataclass(frozen=True)
@@ -371,7 +373,7 @@ def _blocks(ids: list[int]) -> Any:
 def _memory(num_bytes: int, lazy: bool) -> mmap.mmap:
     """Anonymous memory; lazy: never touched by us, so that only its use costs memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, num_bytes, flags=flags | (mmap.MAP_NORESERVE if lazy else 0))
+    memory = mmap.mmap(-1, num_bytes, flags=flags | (_MAP_NORESERVE if lazy else 0))
     if not lazy:
         page = b"\x01" * (1 << 20)
         for at in range(0, num_bytes, len(page)):
