@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from dataclasses import asdict
@@ -18,6 +19,7 @@ RAW_POLL_S = 50e-6
 def engine_main(pipe: Connection, spec: EngineSpec) -> None:
     """Answers ("up",), then commands until ("end",); ("error", text) when it cannot go on."""
     prepare_process(spec)
+    logging.getLogger("nixl").setLevel(logging.WARNING)
     try:
         child = _Child(pipe, spec)
         pipe.send(("up",))

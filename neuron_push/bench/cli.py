@@ -41,7 +41,9 @@ def serve(
     chunk_tokens: Annotated[
         int, typer.Option(min=32, help="Prefill chunk of every engine (max-num-batched-tokens).")
     ] = 512,
-    kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV cache of each engine, GiB.")] = 1,
+    num_blocks: Annotated[
+        int, typer.Option(min=64, help="KV cache of each engine, blocks of 32 tokens.")
+    ] = 800,
     placement: Annotated[
         str,
         typer.Option(
@@ -88,7 +90,7 @@ def serve(
     plan = serving.ServePlan(
         settings=pairs.Settings(
             model=str(model.resolve()), backend=backend, chunk_tokens=chunk_tokens,
-            kv_cache_gib=kv_cache_gib, placement=placement,
+            num_blocks=num_blocks, placement=placement,
             extra={"verify_kv": True} if verify_kv else {},
         ),
         results_dir=results_dir, rounds=rounds, loads=chosen, modes=modes,
@@ -175,6 +177,8 @@ def connector(
         raise typer.Exit(130) from None
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n")
+    if report["failed"]:
+        raise typer.Exit(1)
 
 
 def _numbers(option: str, text: str, kind: type) -> list[Any]:

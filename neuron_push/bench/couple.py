@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from neuron_push.bench.child import engine_main
 from neuron_push.bench.geometry import Geometry, Tables
 from neuron_push.bench.loads import BenchError
+from neuron_push.bench.ports import quiet_ports
 from neuron_push.bench.simulated import EngineSpec
-from neuron_push.launch import free_ports
 
 START_TIMEOUT_S = 240.0
 
@@ -57,10 +59,13 @@ class Couple:
 
     def __enter__(self) -> Couple:
         settings = self.settings
-        ports = free_ports(2)
+        self._folder = tempfile.TemporaryDirectory(prefix="neuron-push-sim-")
+        settings.geometry.write_config(Path(self._folder.name))
+        ports = quiet_ports(2)
         base = EngineSpec(
             name=f"sim{self.number}-p", role="kv_producer", mode=settings.mode,
-            geometry=settings.geometry, port=ports[0], backend=settings.backend,
+            geometry=settings.geometry, port=ports[0],
+            model_dir=self._folder.name, backend=settings.backend,
             step_s=settings.step_s, chunk_tokens=settings.chunk_tokens,
             lazy_memory=settings.lazy_memory,
         )  # fmt: skip
@@ -102,6 +107,7 @@ class Couple:
                 process.join()
         for pipe in self._pipes.values():
             pipe.close()
+        self._folder.cleanup()
 
     # ------------------------------------------------------------ requests
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from neuron_push.bench.loads import BenchError
+from neuron_push.bench.ports import quiet_ports
 from neuron_push.core.agent import NixlAgent
 from neuron_push.core.commands import (
     BeginProducer,
@@ -38,7 +39,6 @@ from neuron_push.core.shop import Limits
 from neuron_push.core.sidechannel import SideChannel
 from neuron_push.core.transfer import RankSetup, TransferThread
 from neuron_push.fit import explain_cards
-from neuron_push.launch import free_ports
 
 _TOKENS, _BLOCK_BYTES, _NUM_BLOCKS = 16, 1024, 64
 _PROMPT = Prompt(_TOKENS * 2, b"")
@@ -73,7 +73,7 @@ def measure_events(backend: str, few: int, many: int, burst: int, rounds: int) -
 
 
 def _with_open(backend: str, num_open: int, burst: int, rounds: int) -> dict[str, Any]:
-    ports = free_ports(2)
+    ports = quiet_ports(2)
     nodes = {
         side: _Node(f"events-{side}-{secrets.token_hex(3)}", port, backend)
         for side, port in zip(("p", "d"), ports, strict=True)
@@ -133,7 +133,7 @@ def _expect(pipe: Connection, timeout_s: float) -> float:
 def _main(pipe: Connection, node: _Node) -> None:
     import os
 
-    os.environ["UCX_TLS"] = "tcp,self"
+    os.environ.update(UCX_TLS="tcp,self", NIXL_LOG_LEVEL="ERROR")
     try:
         engine = _Engine(node)
         pipe.send(("up", 0.0))

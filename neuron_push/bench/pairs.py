@@ -18,6 +18,7 @@ from pathlib import Path
 
 from neuron_push.bench.cpu import cpu_seconds, free_all_threads
 from neuron_push.bench.loads import BenchError
+from neuron_push.bench.ports import quiet_ports
 from neuron_push.launch import (
     Engine,
     Host,
@@ -25,7 +26,6 @@ from neuron_push.launch import (
     Mode,
     Role,
     Server,
-    free_ports,
     metrics,
     start_engine,
     start_router,
@@ -47,7 +47,8 @@ class Settings:
     block_size: int = 32
     max_model_len: int = 8192
     chunk_tokens: int = 512
-    kv_cache_gib: int = 1
+    num_blocks: int = 800
+    """KV pool of each engine: 25,600 tokens at 32 a block. All engines are up at once."""
     placement: str = "free"
     extra: dict[str, bool] = field(default_factory=dict)
     """Options of our connector, as ``verify_kv``."""
@@ -62,7 +63,7 @@ class Deployment:
         self.engines: dict[str, Engine] = {}
         self.servers: dict[str, Server] = {}
         self.is_paused = False
-        ports = free_ports(5)
+        ports = quiet_ports(5)
         if mode == "plain":
             self.engines["plain"] = self._engine("plain", "plain", ports[0], 0, hosts[0])
             self.url = self.engines["plain"].url
@@ -85,7 +86,7 @@ class Deployment:
             network |= {"UCX_NET_DEVICES": "eth0", "FI_TCP_IFACE": "eth0"}
         arguments = [
             "--max-num-batched-tokens", str(settings.chunk_tokens), "--max-num-seqs", "64",
-            "--no-enable-prefix-caching",
+            "--no-enable-prefix-caching", "--num-gpu-blocks-override", str(settings.num_blocks),
         ]  # fmt: skip
         return Engine(
             name=f"{self.mode}-{name}",
@@ -99,7 +100,7 @@ class Deployment:
             backend=settings.backend,
             block_size=settings.block_size,
             max_model_len=settings.max_model_len,
-            kv_cache_gib=settings.kv_cache_gib,
+            kv_cache_gib=2,
             num_threads=1,
             extra=dict(settings.extra) if self.mode == "push" else {},
             arguments=tuple(arguments),

@@ -101,6 +101,8 @@ class ServeBench:
             self._note_environment(loads)
             for description, do in work:
                 self._progress.update(task, description=description)
+                if not self._console.is_terminal:
+                    self._console.print(description, markup=False)
                 try:
                     do()
                 except (BenchError, LaunchError) as e:

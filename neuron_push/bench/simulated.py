@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from neuron_push.bench.geometry import BLOCK_TOKENS, Geometry
@@ -31,6 +29,8 @@ class EngineSpec:
     mode: str
     geometry: Geometry
     port: int
+    model_dir: str
+    """A checkpoint folder without weights, the same for both engines, and ours to write into."""
     backend: str = "UCX"
     step_s: float = 0.04
     chunk_tokens: int = 512
@@ -68,7 +68,8 @@ def prepare_process(spec: EngineSpec) -> None:
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
         UCX_TLS="tcp,self",
-        VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_LOGGING_LEVEL="ERROR",
+        NIXL_LOG_LEVEL="ERROR",
     )
 
 
@@ -100,10 +101,8 @@ class SimEngine:
         )
 
         spec, geometry = self.spec, self.spec.geometry
-        folder = Path(tempfile.mkdtemp(prefix="neuron-push-sim-"))
-        geometry.write_config(folder)
         self.config = EngineArgs(
-            model=str(folder),
+            model=spec.model_dir,
             skip_tokenizer_init=True,
             dtype="bfloat16",
             block_size=BLOCK_TOKENS,
@@ -115,7 +114,7 @@ class SimEngine:
         self._cores = os.sched_getaffinity(0)
         with set_current_vllm_config(self.config):
             init_distributed_environment(
-                1, 0, f"file://{folder}/rendezvous", local_rank=0, backend="gloo"
+                1, 0, f"file://{spec.model_dir}/{spec.name}", local_rank=0, backend="gloo"
             )
             initialize_model_parallel(1, 1)
         names = [f"model.layers.{i}.self_attn.attn" for i in range(geometry.num_layers)]
