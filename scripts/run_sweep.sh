@@ -121,11 +121,11 @@ for ((iteration = 1; iteration <= ${ITERATIONS:-10}; iteration++)); do
                     --num-prompts "${NUM_REQS:-100}" --request-rate "$qps" --seed "$((iteration * 1000 + input))"
                     --ignore-eos --temperature 0 --percentile-metrics ttft,tpot,itl,e2el
                     --metric-percentiles 50,90,99 --save-result --save-detailed
-                    --result-dir "$results" --result-filename "part-$tag.json")
+                    --result-dir "$results" --result-filename "part_$tag.json")
                 show "${command[@]}"
                 [[ $dry != 1 ]] || continue
-                if "${command[@]}" >"$results/$tag.log" 2>&1 && is_good "$results/part-$tag.json"; then
-                    mv "$results/part-$tag.json" "$results/$tag.json"
+                if "${command[@]}" >"$results/$tag.log" 2>&1 && is_good "$results/part_$tag.json"; then
+                    mv "$results/part_$tag.json" "$results/$tag.json"
                 else
                     say "$tag: failed, or with failed requests: $results/$tag.log" >&2
                     bad=1

@@ -161,7 +161,7 @@ class ServeBench:
         resumed_s = deployment.resume()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"part-{path.name}")
+            part = path.with_name(f"part_{path.name}")
             part.unlink(missing_ok=True)
             arguments = benchmark_arguments(
                 load, deployment.url, self._plan.settings.model, iteration, part
@@ -214,7 +214,7 @@ class ServeBench:
         plain.resume()
         ttft_s = {}
         for length in PRESET_INPUT_LENS:
-            part = path.with_name(f"part-calibration-{length}.json")
+            part = path.with_name(f"part_calibration-{length}.json")
             part.unlink(missing_ok=True)
             load = Load(length, 1, 0.0, CALIBRATION_PROMPTS)
             arguments = benchmark_arguments(load, plain.url, self._plan.settings.model, 0, part)
