@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -292,6 +293,7 @@ def _hooks(counts: dict[str, dict[str, Any]]) -> dict[str, Any]:
                     "p50_us": round(_percentile(values, 50), 1),
                     "p99_us": round(_percentile(values, 99), 1),
                     "max_us": round(max(values), 1),
+                    "cpu_p99_us": round(_percentile(counts[side][f"{thread}_cpu_us"], 99), 1),
                     "num_steps": len(values),
                 }
     return hooks
@@ -316,7 +318,8 @@ def _median(values: Sequence[float]) -> float:
 def _percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that so many percent do not exceed."""
     ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, -(-len(ordered) * percent // 100).__int__() - 1)], 3)
+    rank = math.ceil(len(ordered) * percent / 100)
+    return round(ordered[max(rank, 1) - 1], 3)
 
 
 def _wrong(option: str, value: str, allowed: Any) -> str:

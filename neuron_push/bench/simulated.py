@@ -52,10 +52,16 @@ class SimRequest:
 
 @dataclass
 class Timings:
-    """Microseconds our caller spent in hooks, one entry a step that computed something."""
+    """Microseconds the caller spent in hooks, one entry a step that computed something.
+
+    By the clock, and by the thread's CPU time: the difference is what other threads, ours among
+    them, held the caller up.
+    """
 
     worker_us: list[float] = field(default_factory=list)
+    worker_cpu_us: list[float] = field(default_factory=list)
     scheduler_us: list[float] = field(default_factory=list)
+    scheduler_cpu_us: list[float] = field(default_factory=list)
 
 
 def prepare_process(spec: EngineSpec) -> None:
@@ -206,12 +212,13 @@ class SimEngine:
         return bool(self._running or self._waiting or self._held)
 
     def _timed_scheduler(self, call: Any) -> Any:
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         answer = call()
+        self._scheduler_cpu_s += time.thread_time() - started_cpu_s
         self._scheduler_s += time.perf_counter() - started_s
         return answer
 
-    _scheduler_s = 0.0
+    _scheduler_s = _scheduler_cpu_s = 0.0
 
     # ------------------------------------------------------------ one step
 
@@ -222,23 +229,24 @@ class SimEngine:
         meta = self._timed_scheduler(lambda: self.scheduler.build_connector_meta(output))
         computes = output.total_num_scheduled_tokens > 0 or self.spec.busy_step_s > 0
         worker, clock = self.worker, time.perf_counter
-        t0 = clock()
+        t0, cpu0 = clock(), time.thread_time()
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
-        t1 = clock()
+        t1, cpu1 = clock(), time.thread_time()
         if computes:
             time.sleep(self.spec.busy_step_s or self.spec.step_s)
         forward_end_s = time.monotonic()
-        t2 = clock()
+        t2, cpu2 = clock(), time.thread_time()
         worker.start_load_kv(None)
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
         worker.get_block_ids_with_load_errors()
         stats = worker.get_kv_connector_stats()
         worker.clear_connector_metadata()
-        t3 = clock()
+        t3, cpu3 = clock(), time.thread_time()
         if computes:
             self.timings.worker_us.append((t1 - t0 + t3 - t2) * 1e6)
+            self.timings.worker_cpu_us.append((cpu1 - cpu0 + cpu3 - cpu2) * 1e6)
         self._keep(stats)
         events += [("forward_end", request_id, forward_end_s) for request_id in done]
         for request_id in done:
@@ -246,7 +254,8 @@ class SimEngine:
         self._report(results, events)
         if computes:
             self.timings.scheduler_us.append(self._scheduler_s * 1e6)
-        self._scheduler_s = 0.0
+            self.timings.scheduler_cpu_us.append(self._scheduler_cpu_s * 1e6)
+        self._scheduler_s = self._scheduler_cpu_s = 0.0
         if not computes and self.has_requests:
             time.sleep(0.001)  # as EngineCore does
         return events
