@@ -18,7 +18,7 @@ from neuron_push.bench.loads import BenchError
 from neuron_push.bench.ports import quiet_ports
 from neuron_push.bench.simulated import EngineSpec
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 600.0
 
 
 @dataclass
