@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from neuron_push import __version__
+from neuron_push.bench.cli import bench
 from neuron_push.devices.cli import devices
 from neuron_push.extras import MissingExtraError
 from neuron_push.rails.cli import doctor, rails_app
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("router")(router)
+app.add_typer(bench, name="bench")
 app.command("devices")(devices)
 app.add_typer(rails_app, name="rails")
 app.command("doctor")(doctor)
