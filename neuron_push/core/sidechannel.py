@@ -23,8 +23,10 @@ import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
 from neuron_push.core.keys import SideKeys
+from neuron_push.core.knock import Knock
 from neuron_push.core.link import (
     Confirmed,
+    Dead,
     DialFailed,
     DialRequest,
     MeetPeer,
@@ -145,6 +147,7 @@ class SideChannel:
         self._answers: dict[int, _Answer] = {}
         self._connected: dict[str, Identity] = {}  # by engine id
         self._probes: dict[str, _Probe] = {}  # by engine id
+        self._knocks: dict[str, Knock] = {}  # by address
         self._rebirths = 0
         self._next_ack = 1
         self._quiet = OncePerMinute()
@@ -214,7 +217,7 @@ class SideChannel:
             self.identity.port,
         )
         while not self._stop:
-            waiting = bool(self._dials or self._answers or self._probes)
+            waiting = bool(self._dials or self._answers or self._probes or self._knocks)
             ready = dict(poller.poll(100 if waiting else 1000))
             if self._wake_r in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -230,6 +233,8 @@ class SideChannel:
                 self._advance_dial(dial, dial.socket in ready, now_s, poller)
             for probe in list(self._probes.values()):
                 self._advance_probe(probe, probe.socket in ready, now_s, poller)
+            for knock in list(self._knocks.values()):
+                self._advance_knock(knock, now_s)
             for ack, answer in list(self._answers.items()):
                 if now_s >= answer.deadline_s:
                     del self._answers[ack]
@@ -242,6 +247,8 @@ class SideChannel:
                     )
         for one in (*self._dials.values(), *self._probes.values()):
             one.socket.close()
+        for knock in self._knocks.values():
+            knock.socket.close()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -266,6 +273,9 @@ class SideChannel:
             elif isinstance(message, Polling):
                 self._rank_polls(message)
             elif isinstance(message, DialRequest):
+                address = f"{message.host}:{message.port}"
+                if message.is_suspect and address not in self._knocks:
+                    self._knocks[address] = Knock(message.host, message.port)
                 if message.engine_id in self._connected:
                     self._start_probe(message, poller)
                 else:
@@ -315,7 +325,7 @@ class SideChannel:
         for peer in known:
             self._requests.append((peer.host, peer.port, peer.engine_id, False))
 
-    def _tell_ranks(self, message: MeetPeer | DialFailed | Confirmed) -> None:
+    def _tell_ranks(self, message: MeetPeer | DialFailed | Confirmed | Dead) -> None:
         blob = encode(message)
         for route in self._rank_routes.values():
             self._local.send_multipart([route, blob])
@@ -470,6 +480,15 @@ class SideChannel:
             "engine %s: engine %s is another process now", self.identity.engine_id, engine_id
         )
         self._requests.append((probe.dial.host, probe.dial.port, engine_id, False))
+
+    def _advance_knock(self, knock: Knock, now_s: float) -> None:
+        refused = knock.is_refused(now_s)
+        if refused is None:
+            return
+        knock.socket.close()
+        del self._knocks[knock.address]
+        if refused:
+            self._tell_ranks(Dead(knock.address))
 
     def _advance_dial(self, dial: _Dial, readable: bool, now_s: float, poller: zmq.Poller) -> None:
         if self._is_connected(dial.engine_id, dial.address):

@@ -123,6 +123,7 @@ class TransferThread:
                     pause_s = loop.turn()
                 except RebuildError as e:
                     logger.error("rank %d: building a new NIXL agent: %s", self._setup.rank, e)
+                    loop.tear_down()
                     self._replace(loop)
                     return
                 except Exception:

@@ -14,8 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+# NIXL's Python package asks only whether a value is a tensor, and PyTorch takes seconds to load.
+sys.modules["torch"] = _no_torch = ModuleType("torch")
+_no_torch.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
+
+# ruff: noqa: E402
 import numpy as np
 import numpy.typing as npt
 
