@@ -245,8 +245,10 @@ class SideChannel:
                             f"{self.identity.engine_id!r} do not answer their own engine"
                         ),
                     )
-        for one in (*self._dials.values(), *self._probes.values()):
-            one.socket.close()
+        for dial in self._dials.values():
+            dial.socket.close()
+        for probe in self._probes.values():
+            probe.socket.close()
         for knock in self._knocks.values():
             knock.socket.close()
         self._close_sockets()
