@@ -255,7 +255,10 @@ class Producing:
         gone = {id(flight) for flight, _ in ended}
         self._flights = [flight for flight in self._flights if id(flight) not in gone]
         for flight, state in ended:
-            self._shop.agent.release(flight.handle)
+            try:
+                self._shop.agent.release(flight.handle)
+            except AgentError as e:
+                self._shop.quiet.warning(logger, "release", "%s", e)  # it has ended all the same
             flight.peer.num_writes -= 1
             if flight.peer.is_lost and flight.peer.num_writes == 0:
                 self._shop.peers.forget(flight.peer)

@@ -118,6 +118,7 @@ class RankLoop:
         self.counters = inbox.counters
         agent = setup.make_agent()
         agent.register(setup.layout.allocations, setup.layout.memory_type)
+        card = RankCard(agent.name, agent.backend, agent.metadata(), setup.layout)
         self.agent = self._agent = agent
         self._shop = Shop(
             agent=agent,
@@ -142,7 +143,7 @@ class RankLoop:
             self._steps = old._steps
             self._producing.take_over(old._producing, now_s)
             self._consuming.take_over(old._consuming, now_s)
-        self._link.announce(RankCard(agent.name, agent.backend, agent.metadata(), setup.layout))
+        self._link.announce(card)
 
     def turn(self) -> float:
         """One round; returns how long to pause before the next."""

@@ -217,34 +217,12 @@ class SideChannel:
             self.identity.port,
         )
         while not self._stop:
-            waiting = bool(self._dials or self._answers or self._probes or self._knocks)
-            ready = dict(poller.poll(100 if waiting else 1000))
-            if self._wake_r in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_r, 4096)
-            if self._local in ready:
-                self._receive_local(poller)
-            if self._public in ready:
-                self._receive_public()
-            while self._requests:
-                self._start_dial(*self._requests.popleft(), poller=poller)
-            now_s = time.monotonic()
-            for dial in list(self._dials.values()):
-                self._advance_dial(dial, dial.socket in ready, now_s, poller)
-            for probe in list(self._probes.values()):
-                self._advance_probe(probe, probe.socket in ready, now_s, poller)
-            for knock in list(self._knocks.values()):
-                self._advance_knock(knock, now_s)
-            for ack, answer in list(self._answers.items()):
-                if now_s >= answer.deadline_s:
-                    del self._answers[ack]
-                    self._say(
-                        answer.caller,
-                        NotReady(
-                            f"ranks {sorted(answer.missing)} of engine "
-                            f"{self.identity.engine_id!r} do not answer their own engine"
-                        ),
-                    )
+            try:
+                self._turn(poller)
+            except Exception:
+                # Whatever a stranger sent: who comes after it must find somebody here.
+                logger.exception("engine %s: side channel", self.identity.engine_id)
+                time.sleep(0.1)
         for dial in self._dials.values():
             dial.socket.close()
         for probe in self._probes.values():
@@ -252,6 +230,36 @@ class SideChannel:
         for knock in self._knocks.values():
             knock.socket.close()
         self._close_sockets()
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        waiting = bool(self._dials or self._answers or self._probes or self._knocks)
+        ready = dict(poller.poll(100 if waiting else 1000))
+        if self._wake_r in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_r, 4096)
+        if self._local in ready:
+            self._receive_local(poller)
+        if self._public in ready:
+            self._receive_public()
+        while self._requests:
+            self._start_dial(*self._requests.popleft(), poller=poller)
+        now_s = time.monotonic()
+        for dial in list(self._dials.values()):
+            self._advance_dial(dial, dial.socket in ready, now_s, poller)
+        for probe in list(self._probes.values()):
+            self._advance_probe(probe, probe.socket in ready, now_s, poller)
+        for knock in list(self._knocks.values()):
+            self._advance_knock(knock, now_s)
+        for ack, answer in list(self._answers.items()):
+            if now_s >= answer.deadline_s:
+                del self._answers[ack]
+                self._say(
+                    answer.caller,
+                    NotReady(
+                        f"ranks {sorted(answer.missing)} of engine "
+                        f"{self.identity.engine_id!r} do not answer their own engine"
+                    ),
+                )
 
     def _close_sockets(self) -> None:
         if self._authenticator is not None:
@@ -454,7 +462,13 @@ class SideChannel:
         if request.engine_id in self._probes:
             return
         known = self._connected[request.engine_id]
-        socket = self._call(_address(known), poller)
+        try:
+            socket = self._call(_address(known), poller)
+        except zmq.ZMQError:
+            # It called us, and its card gives an address that is none: the request's may do.
+            del self._connected[request.engine_id]
+            self._requests.append((request.host, request.port, request.engine_id, False))
+            return
         socket.send(encode_side(WhoAreYou()))
         deadline_s = time.monotonic() + PROBE_TIMEOUT_S
         self._probes[request.engine_id] = _Probe(request, known.incarnation, socket, deadline_s)
