@@ -210,7 +210,8 @@ class NixlAgent:
             with _Timed(self, "deregister_memory"):
                 self._nixl.deregister_memory(registration)
         self._registered.clear()
-        del self._nixl
+        with _Timed(self, "destroy agent"):
+            del self._nixl
 
 
 class _Timed:

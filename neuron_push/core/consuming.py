@@ -6,7 +6,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from neuron_push.core.link import DialRequest
 from neuron_push.core.messages import (
     Cancel,
     CancelAck,
+    Identity,
     Message,
     Nack,
     Reason,
@@ -42,6 +43,18 @@ AskDial = Callable[[DialRequest], None]
 """Hands a DialRequest to the engine's side channel."""
 
 
+ASK_AGAIN_S = 1.0
+"""How often a producer that fell silent is asked for, while it might still write."""
+
+
+@dataclass
+class _Lost:
+    """A producer rank that fell silent. Its WRITEs may land whenever it goes on."""
+
+    identity: Identity
+    since_s: float
+
+
 @dataclass
 class _Load:
     """One consumer request of the engine."""
@@ -54,6 +67,8 @@ class _Load:
     num_bytes: int = 0
     verified: bool = True
     tables: tuple[npt.NDArray[np.int64], ...] = ()
+    lost: dict[str, _Lost] = field(default_factory=dict)  # by name, not known to be harmless
+    next_ask_s: float = 0.0
 
 
 class Consuming:
@@ -65,6 +80,7 @@ class Consuming:
         self._loads: dict[str, _Load] = {}  # by request id
         self._by_nonce: dict[int, _Load] = {}
         self._waiting: dict[str, dict[str, None]] = {}  # engine id -> request ids
+        self._unfenced: dict[str, _Load] = {}  # those with lost producers, by request id
 
     @property
     def num_open(self) -> int:
@@ -118,6 +134,29 @@ class Consuming:
         for load in self._loads.values():
             if load.opened is None and load.target.engine_id == engine.identity.engine_id:
                 self._introduce(load, engine, now_s)
+        for load in list(self._unfenced.values()):
+            for peer in engine.producers:
+                # It was silent, and lives: it can say itself when it will write no more.
+                if load.lost.pop(peer.name, None) is not None:
+                    self._do(
+                        load, [Send(peer.name, Cancel(load.session.key, load.session.nonce))], now_s
+                    )
+
+    def on_identity(self, identity: Identity, now_s: float) -> None:
+        """This process has the name now: an earlier one that had it is dead."""
+        base = identity.incarnation.partition(".")[0]
+        for load in list(self._unfenced.values()):
+            for name, lost in list(load.lost.items()):
+                same = lost.identity.engine_id == identity.engine_id
+                if same and lost.identity.incarnation.partition(".")[0] != base:
+                    self._bury(load, name, now_s)
+
+    def on_dead(self, address: str, now_s: float) -> None:
+        """No process listens at this side channel any more."""
+        for load in list(self._unfenced.values()):
+            if load.target.address == address:
+                for name in list(load.lost):
+                    self._bury(load, name, now_s)
 
     def on_dial_failed(self, address: str, sentence: str, now_s: float) -> None:
         for engine_id, request_ids in list(self._waiting.items()):
@@ -139,10 +178,37 @@ class Consuming:
         sentence = f"no connection to {load.target.address} within {timeout_s:g} s"
         self._fail_handshake(load, sentence, now_s)
 
-    def on_peer_lost(self, name: str, request_id: str, now_s: float) -> None:
+    def on_peer_silent(self, peer: PeerRank, request_id: str, now_s: float) -> None:
+        """Fails the load at once. Its blocks stay taken until nothing can land in them.
+
+        Forgetting a peer does not keep its WRITEs out: one that was only stopped, or cut off,
+        goes on writing when it can. So: its process is dead, or it has answered our Cancel, or
+        this rank's agent has been replaced.
+        """
         load = self._loads.get(request_id)
-        if load is not None:
-            self._do(load, load.session.on_peer_lost(name, now_s), now_s)
+        if load is None or peer.name not in load.session.legs:
+            return
+        load.lost[peer.name] = _Lost(peer.engine.identity, now_s)
+        self._unfenced[request_id] = load
+        detail = f"producer rank {peer.name} is gone"
+        self._do(load, load.session.on_fail(Reason.PEER_LOST, detail, now_s), now_s)
+
+    def care(self, now_s: float) -> None:
+        """Ask for producers that fell silent."""
+        for load in list(self._unfenced.values()):
+            if load.session.is_over or not load.lost:
+                del self._unfenced[load.request_id]
+            elif now_s >= load.next_ask_s:
+                load.next_ask_s = now_s + ASK_AGAIN_S
+                self._ask(_dial(load.target, is_suspect=True))
+
+    @property
+    def unfenced_since_s(self) -> float:
+        """When the first of those producers fell silent; infinity without any."""
+        return min(
+            (lost.since_s for load in self._unfenced.values() for lost in load.lost.values()),
+            default=math.inf,
+        )
 
     def take_over(self, old: Consuming, now_s: float) -> None:
         """Go on with the requests of a loop whose agent is gone: open loads fail by name."""
@@ -154,6 +220,7 @@ class Consuming:
             if not load.session.legs:
                 self.open(load.opened, now_s)  # it was still waiting for its producer
                 continue
+            load.lost.clear()
             names = list(load.session.legs)
             detail = "this rank's NIXL agent had to be given up"
             self._do(load, load.session.on_fail(Reason.NIXL_STUCK, detail, now_s), now_s)
@@ -240,6 +307,10 @@ class Consuming:
             len(ids) * layout.block_bytes(group) for group, ids in enumerate(load.tables)
         )
         self._do(load, load.session.on_register(messages, now_s), now_s)
+
+    def _bury(self, load: _Load, name: str, now_s: float) -> None:
+        del load.lost[name]
+        self._do(load, load.session.on_peer_lost(name, now_s), now_s)
 
     def _fail_handshake(self, load: _Load, sentence: str, now_s: float) -> None:
         self._do(load, load.session.on_fail(Reason.HANDSHAKE, sentence, now_s), now_s)
@@ -331,5 +402,5 @@ class Consuming:
         )
 
 
-def _dial(target: Target) -> DialRequest:
-    return DialRequest(target.host, target.port, target.engine_id)
+def _dial(target: Target, *, is_suspect: bool = False) -> DialRequest:
+    return DialRequest(target.host, target.port, target.engine_id, is_suspect)

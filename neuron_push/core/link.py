@@ -54,12 +54,14 @@ class DialRequest(msgspec.Struct, frozen=True, tag="dial"):
     """Worker -> engine: a request waits for this peer.
 
     Answered with MeetPeer or DialFailed; with Confirmed where the engine has met it before and
-    it still is the same process.
+    it still is the same process. ``is_suspect``: it fell silent, and may be dead; if it is,
+    Dead is answered too.
     """
 
     host: str
     port: int
     engine_id: str
+    is_suspect: bool = False
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
@@ -77,6 +79,12 @@ class DialFailed(msgspec.Struct, frozen=True, tag="dial_failed"):
     temporary: bool = False
 
 
+class Dead(msgspec.Struct, frozen=True, tag="dead"):
+    """Engine -> worker: the host at this address answers, and no process listens there."""
+
+    address: str
+
+
 class PeerLost(msgspec.Struct, frozen=True, tag="lost"):
     """Worker -> engine: the connection to this incarnation is dead; the next dial is a new one."""
 
@@ -85,7 +93,7 @@ class PeerLost(msgspec.Struct, frozen=True, tag="lost"):
     sentence: str
 
 
-Down = RankKnown | MeetPeer | DialFailed | Confirmed
+Down = RankKnown | MeetPeer | DialFailed | Confirmed | Dead
 Up = RankUp | Polling | DialRequest | PeerLost
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -12,6 +13,8 @@ from neuron_push.core.link import MeetPeer
 from neuron_push.core.messages import Identity, Seal, pair_key
 from neuron_push.core.pairing import RankPair, pair_ranks
 from neuron_push.core.plan import PairPlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -110,8 +113,19 @@ class PeerTable:
     def meet(self, message: MeetPeer, now_s: float) -> PeerEngine:
         """Add the ranks of this engine that this rank deals with. Raises AgentError, PlanError.
 
-        The caller has dropped an earlier connection to the same engine.
+        The caller has dropped an earlier connection to the same engine. On an error none of its
+        ranks is there.
         """
+        engine = PeerEngine(message.theirs.identity, confirmed_s=now_s)
+        try:
+            self._add_ranks(engine, message, now_s)
+        except Exception:
+            self.drop(engine)
+            raise
+        self.engines[engine.identity.engine_id] = engine
+        return engine
+
+    def _add_ranks(self, engine: PeerEngine, message: MeetPeer, now_s: float) -> None:
         mine = [card.layout for card in message.mine.ranks]
         theirs = [card.layout for card in message.theirs.ranks]
         to_them = pair_ranks(mine, theirs)
@@ -124,9 +138,7 @@ class PeerTable:
         ]
         outgoing = {pair.dst: pair for pair in to_them if pair.src == self._rank}
         incoming = {pair.src: pair for pair in to_us if pair.dst == self._rank}
-        engine = PeerEngine(
-            message.theirs.identity, num_consumers=len(their_registrars), confirmed_s=now_s
-        )
+        engine.num_consumers = len(their_registrars)
         own = mine[self._rank]
         for index in sorted({*their_registrars, *our_producers}):
             card = message.theirs.ranks[index]
@@ -155,8 +167,6 @@ class PeerTable:
             self.ranks[name] = peer
             if index in our_producers:
                 engine.producers.append(peer)
-        self.engines[engine.identity.engine_id] = engine
-        return engine
 
     def drop(self, engine: PeerEngine) -> None:
         """Disconnect from all ranks of an engine; those with WRITEs in flight stay in NIXL.
@@ -173,9 +183,16 @@ class PeerTable:
             del self.engines[engine.identity.engine_id]
 
     def forget(self, peer: PeerRank) -> None:
-        """Remove a dropped rank from NIXL, unless it has been added again since."""
-        if peer.name not in self.ranks:
+        """Remove a dropped rank from NIXL, unless it has been added again since.
+
+        NIXL may refuse to take leave of a dead peer: what it keeps is a little memory.
+        """
+        if peer.name in self.ranks:
+            return
+        try:
             self._agent.remove_peer(peer.name)
+        except AgentError as e:
+            logger.info("peer %s: %s", peer.name, e)
 
     def silent(self, now_s: float, timeout_s: float) -> list[PeerRank]:
         """Ranks with open transfers that have not been heard for ``timeout_s``."""

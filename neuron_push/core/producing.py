@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from dataclasses import dataclass, field
 
@@ -254,7 +255,10 @@ class Producing:
         gone = {id(flight) for flight, _ in ended}
         self._flights = [flight for flight in self._flights if id(flight) not in gone]
         for flight, state in ended:
-            self._shop.agent.release(flight.handle)
+            try:
+                self._shop.agent.release(flight.handle)
+            except AgentError as e:
+                self._shop.quiet.warning(logger, "release", "%s", e)  # it has ended all the same
             flight.peer.num_writes -= 1
             if flight.peer.is_lost and flight.peer.num_writes == 0:
                 self._shop.peers.forget(flight.peer)
@@ -268,21 +272,14 @@ class Producing:
             self._do(session, actions, now_s)
         return True
 
-    def is_stuck(self, now_s: float) -> bool:
-        """Whether WRITEs to lost peers hold memory that only a new agent can give back.
+    @property
+    def stuck_since_s(self) -> float:
+        """When the first WRITE in flight to a lost peer was posted; infinity without any.
 
-        A posted WRITE cannot be cancelled, and its peer's metadata must stay while it is in
-        flight. Nobody else is disturbed while others' transfers are open, for a while.
+        Its memory stays taken: a posted WRITE cannot be cancelled, and its peer's metadata must
+        stay while it is in flight.
         """
-        limits = self._shop.limits
-        lost = [flight.posted_s for flight in self._flights if flight.peer.is_lost]
-        if not lost:
-            return False
-        waited_s = now_s - min(lost)
-        if waited_s > limits.request_timeout_s:
-            return True
-        nobody_else = not any(peer.is_needed for peer in self._shop.peers.ranks.values())
-        return nobody_else and waited_s > limits.peer_timeout_s + 2 * limits.quarantine_s
+        return min((f.posted_s for f in self._flights if f.peer.is_lost), default=math.inf)
 
     def take_over(self, old: Producing, now_s: float) -> None:
         """Go on with the requests of a loop whose agent is gone.

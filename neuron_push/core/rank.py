@@ -31,6 +31,7 @@ from neuron_push.core.consuming import Consuming
 from neuron_push.core.layout import KvLayout, LayoutError
 from neuron_push.core.link import (
     Confirmed,
+    Dead,
     DialFailed,
     MeetPeer,
     PeerLost,
@@ -125,6 +126,7 @@ class RankLoop:
         agent.register(setup.layout.allocations, setup.layout.memory_type)
         if setup.confirm is not None:
             setup.confirm(agent)
+        card = RankCard(agent.name, agent.backend, agent.metadata(), setup.layout)
         self.agent = self._agent = agent
         self._shop = Shop(
             agent=agent,
@@ -151,7 +153,7 @@ class RankLoop:
             self._steps = old._steps
             self._producing.take_over(old._producing, now_s)
             self._consuming.take_over(old._consuming, now_s)
-        self._link.announce(RankCard(agent.name, agent.backend, agent.metadata(), setup.layout))
+        self._link.announce(card)
 
     def turn(self) -> float:
         """One round; returns how long to pause before the next."""
@@ -175,6 +177,7 @@ class RankLoop:
         return BUSY_POLL_S if busy else IDLE_POLL_S
 
     def tear_down(self) -> None:
+        """Give the memory back to whom it belongs: no WRITE of a peer can land in it any more."""
         try:
             self._link.close()
             if self._producing.num_flights == 0:
@@ -275,13 +278,31 @@ class RankLoop:
         for peer in self._shop.peers.silent(now_s, limits.peer_timeout_s):
             if not peer.is_lost:
                 self._lose(peer, f"not heard for {limits.peer_timeout_s:g} s", now_s)
-        if self._producing.is_stuck(now_s):
-            raise RebuildError("WRITEs to lost peers do not end")
+        self._consuming.care(now_s)
+        self._check_stuck(now_s)
         beat_s = limits.peer_timeout_s / 4
         for peer in list(self._shop.peers.ranks.values()):
             if (peer.is_needed or peer.announced) and now_s - peer.last_sent_s >= beat_s:
                 keys = tuple(_rotate(peer, KEYS_PER_HEARTBEAT))
                 self._shop.send(peer.name, Heartbeat(keys), now_s)
+
+    def _check_stuck(self, now_s: float) -> None:
+        """Whether peers that fell silent hold memory that only a new agent can give back.
+
+        A posted WRITE cannot be cancelled, ours or theirs. Nobody else is disturbed while
+        others' transfers are open, for a while. Raises RebuildError.
+        """
+        limits = self._shop.limits
+        ours_s, theirs_s = self._producing.stuck_since_s, self._consuming.unfenced_since_s
+        waited_s = now_s - min(ours_s, theirs_s)
+        nobody_else = not any(peer.is_needed for peer in self._shop.peers.ranks.values())
+        patience_s = limits.peer_timeout_s + 2 * limits.quarantine_s
+        if waited_s > (patience_s if nobody_else else limits.request_timeout_s):
+            raise RebuildError(
+                "WRITEs to lost peers do not end"
+                if ours_s <= theirs_s
+                else "a producer that fell silent, and may not be dead, could still write"
+            )
 
     def _lose(self, peer: PeerRank, sentence: str, now_s: float, *, tell: bool = True) -> None:
         """Give up the whole engine this rank belongs to. ``tell``: our own engine too."""
@@ -296,7 +317,7 @@ class RankLoop:
             for key in list(rank.sending):
                 self._producing.on_peer_lost(rank.name, key, now_s)
             for request_id in list(rank.loading):
-                self._consuming.on_peer_lost(rank.name, request_id, now_s)
+                self._consuming.on_peer_silent(rank, request_id, now_s)
         if tell:
             identity = engine.identity
             self._link.send(PeerLost(identity.engine_id, identity.incarnation, sentence))
@@ -309,6 +330,8 @@ class RankLoop:
                 self._meet(message, now_s)
             elif isinstance(message, DialFailed):
                 self._consuming.on_dial_failed(message.address, message.sentence, now_s)
+            elif isinstance(message, Dead):
+                self._consuming.on_dead(message.address, now_s)
             elif isinstance(message, Confirmed):
                 engine = self._shop.peers.find(message.engine_id)
                 if engine is not None and engine.identity.incarnation == message.incarnation:
@@ -319,6 +342,7 @@ class RankLoop:
         known = self._shop.peers.find(identity.engine_id)
         if known is not None:
             self._lose(known.ranks[0], "it has connected again", now_s, tell=False)
+        self._consuming.on_identity(identity, now_s)
         if message.ack:
             self._link.send(Polling(self._setup.rank, message.ack))
         try:

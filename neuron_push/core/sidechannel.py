@@ -23,8 +23,10 @@ import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
 from neuron_push.core.keys import SideKeys
+from neuron_push.core.knock import Knock
 from neuron_push.core.link import (
     Confirmed,
+    Dead,
     DialFailed,
     DialRequest,
     MeetPeer,
@@ -145,6 +147,7 @@ class SideChannel:
         self._answers: dict[int, _Answer] = {}
         self._connected: dict[str, Identity] = {}  # by engine id
         self._probes: dict[str, _Probe] = {}  # by engine id
+        self._knocks: dict[str, Knock] = {}  # by address
         self._rebirths = 0
         self._next_ack = 1
         self._quiet = OncePerMinute()
@@ -214,37 +217,49 @@ class SideChannel:
             self.identity.port,
         )
         while not self._stop:
-            waiting = bool(self._dials or self._answers or self._probes)
-            ready = dict(poller.poll(100 if waiting else 1000))
-            if self._wake_r in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_r, 4096)
-            if self._local in ready:
-                self._receive_local(poller)
-            if self._public in ready:
-                self._receive_public()
-            while self._requests:
-                self._start_dial(*self._requests.popleft(), poller=poller)
-            now_s = time.monotonic()
-            for dial in list(self._dials.values()):
-                self._advance_dial(dial, dial.socket in ready, now_s, poller)
-            for probe in list(self._probes.values()):
-                self._advance_probe(probe, probe.socket in ready, now_s, poller)
-            for ack, answer in list(self._answers.items()):
-                if now_s >= answer.deadline_s:
-                    del self._answers[ack]
-                    self._say(
-                        answer.caller,
-                        NotReady(
-                            f"ranks {sorted(answer.missing)} of engine "
-                            f"{self.identity.engine_id!r} do not answer their own engine"
-                        ),
-                    )
+            try:
+                self._turn(poller)
+            except Exception:
+                # Whatever a stranger sent: who comes after it must find somebody here.
+                logger.exception("engine %s: side channel", self.identity.engine_id)
+                time.sleep(0.1)
         for dial in self._dials.values():
             dial.socket.close()
         for probe in self._probes.values():
             probe.socket.close()
+        for knock in self._knocks.values():
+            knock.socket.close()
         self._close_sockets()
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        waiting = bool(self._dials or self._answers or self._probes or self._knocks)
+        ready = dict(poller.poll(100 if waiting else 1000))
+        if self._wake_r in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_r, 4096)
+        if self._local in ready:
+            self._receive_local(poller)
+        if self._public in ready:
+            self._receive_public()
+        while self._requests:
+            self._start_dial(*self._requests.popleft(), poller=poller)
+        now_s = time.monotonic()
+        for dial in list(self._dials.values()):
+            self._advance_dial(dial, dial.socket in ready, now_s, poller)
+        for probe in list(self._probes.values()):
+            self._advance_probe(probe, probe.socket in ready, now_s, poller)
+        for knock in list(self._knocks.values()):
+            self._advance_knock(knock, now_s)
+        for ack, answer in list(self._answers.items()):
+            if now_s >= answer.deadline_s:
+                del self._answers[ack]
+                self._say(
+                    answer.caller,
+                    NotReady(
+                        f"ranks {sorted(answer.missing)} of engine "
+                        f"{self.identity.engine_id!r} do not answer their own engine"
+                    ),
+                )
 
     def _close_sockets(self) -> None:
         if self._authenticator is not None:
@@ -268,6 +283,9 @@ class SideChannel:
             elif isinstance(message, Polling):
                 self._rank_polls(message)
             elif isinstance(message, DialRequest):
+                address = f"{message.host}:{message.port}"
+                if message.is_suspect and address not in self._knocks:
+                    self._knocks[address] = Knock(message.host, message.port)
                 if message.engine_id in self._connected:
                     self._start_probe(message, poller)
                 else:
@@ -317,7 +335,7 @@ class SideChannel:
         for peer in known:
             self._requests.append((peer.host, peer.port, peer.engine_id, False))
 
-    def _tell_ranks(self, message: MeetPeer | DialFailed | Confirmed) -> None:
+    def _tell_ranks(self, message: MeetPeer | DialFailed | Confirmed | Dead) -> None:
         blob = encode(message)
         for route in self._rank_routes.values():
             self._local.send_multipart([route, blob])
@@ -444,7 +462,13 @@ class SideChannel:
         if request.engine_id in self._probes:
             return
         known = self._connected[request.engine_id]
-        socket = self._call(_address(known), poller)
+        try:
+            socket = self._call(_address(known), poller)
+        except zmq.ZMQError:
+            # It called us, and its card gives an address that is none: the request's may do.
+            del self._connected[request.engine_id]
+            self._requests.append((request.host, request.port, request.engine_id, False))
+            return
         socket.send(encode_side(WhoAreYou()))
         deadline_s = time.monotonic() + PROBE_TIMEOUT_S
         self._probes[request.engine_id] = _Probe(request, known.incarnation, socket, deadline_s)
@@ -472,6 +496,15 @@ class SideChannel:
             "engine %s: engine %s is another process now", self.identity.engine_id, engine_id
         )
         self._requests.append((probe.dial.host, probe.dial.port, engine_id, False))
+
+    def _advance_knock(self, knock: Knock, now_s: float) -> None:
+        refused = knock.is_refused(now_s)
+        if refused is None:
+            return
+        knock.socket.close()
+        del self._knocks[knock.address]
+        if refused:
+            self._tell_ranks(Dead(knock.address))
 
     def _advance_dial(self, dial: _Dial, readable: bool, now_s: float, poller: zmq.Poller) -> None:
         if self._is_connected(dial.engine_id, dial.address):

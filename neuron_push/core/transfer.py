@@ -19,6 +19,8 @@ from neuron_push.core.rank import Inbox, RankLoop, RankSetup, RebuildError, Susp
 
 logger = logging.getLogger(__name__)
 
+SET_UP_AGAIN_S = 1.0
+
 __all__ = ["RankSetup", "TransferThread"]
 
 
@@ -106,14 +108,8 @@ class TransferThread:
         return threading.Thread(target=self._run, args=(old,), name=name, daemon=True)
 
     def _run(self, old: RankLoop | None) -> None:
-        try:
-            loop = RankLoop(self._setup, self._inbox, self._report, old)
-        except Exception as e:
-            self._error = e
-            self._is_up.set()
-            if old is not None:
-                # Nothing can be moved any more: say so for every request that comes.
-                logger.exception("rank %d: NIXL cannot be set up again", self._setup.rank)
+        loop = self._set_up(old)
+        if loop is None:
             return
         self._loop = loop
         self._is_up.set()
@@ -123,6 +119,7 @@ class TransferThread:
                     pause_s = loop.turn()
                 except RebuildError as e:
                     logger.error("rank %d: building a new NIXL agent: %s", self._setup.rank, e)
+                    loop.tear_down()
                     self._replace(loop)
                     return
                 except Exception:
@@ -135,6 +132,21 @@ class TransferThread:
             loop.tear_down()
         except AgentAbandonedError:
             logger.info("rank %d: a NIXL call that was given up has returned", self._setup.rank)
+
+    def _set_up(self, old: RankLoop | None) -> RankLoop | None:
+        """None if this is the first time and fails, or if we are to stop."""
+        while not self._stop.is_set():
+            try:
+                return RankLoop(self._setup, self._inbox, self._report, old)
+            except Exception as e:
+                if old is None:
+                    self._error = e
+                    self._is_up.set()
+                    return None
+                # Requests wait for it: their blocks are freed by nobody else.
+                logger.exception("rank %d: NIXL cannot be set up again, yet", self._setup.rank)
+                self._stop.wait(SET_UP_AGAIN_S)
+        return None
 
     def _report(self, result: Result) -> None:
         self._results.append(result)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neuron_push.core.agent import NixlAgent
+from neuron_push.core.agent import Agent, NixlAgent
 from neuron_push.core.commands import (
     BeginProducer,
     FinishProducer,
@@ -26,6 +26,7 @@ from neuron_push.core.commands import (
     StepDone,
     Target,
 )
+from neuron_push.core.faulty import FaultPlan, FaultyAgent
 from neuron_push.core.keys import SideKeys
 from neuron_push.core.layout import Allocation, KvLayout, Region
 from neuron_push.core.link import link_path
@@ -111,6 +112,7 @@ class Engine:
     model: dict[str, str] = field(default_factory=lambda: {"architecture": "Test"})
     make: Callable[[int, int], tuple[Any, KvLayout]] = make_memory
     keys: SideKeys | None = None
+    plan: FaultPlan | None = None
     host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
 
@@ -137,12 +139,11 @@ class Engine:
             handshake_timeout_s=self.limits.handshake_timeout_s,
             keys=self.keys,
         )
-        stem = f"{self.name}/0"
         self.rank = TransferThread(
             RankSetup(
                 rank=0,
                 layout=self.layout,
-                make_agent=lambda: NixlAgent(f"{stem}/{secrets.token_hex(4)}", self.backend),
+                make_agent=self._make_agent,
                 link_path=path,
                 limits=self.limits,
                 verify=self.verify,
@@ -150,6 +151,10 @@ class Engine:
         )
         self.rank.start()
         self.ended: dict[str, list[Result]] = {}
+
+    def _make_agent(self) -> Agent:
+        agent = NixlAgent(f"{self.name}/0/{secrets.token_hex(4)}", self.backend)
+        return agent if self.plan is None else FaultyAgent(agent, self.plan)
 
     def _card(self, identity: Identity, ranks: tuple[RankCard, ...]) -> EngineCard:
         return EngineCard(
@@ -164,6 +169,11 @@ class Engine:
     @property
     def target(self) -> Target:
         return Target(self.host, self.port, self.name)
+
+    def num_open(self) -> int:
+        """Sessions and loads of the rank that are not over, read from another thread."""
+        loop = self.rank._loop
+        return -1 if loop is None else loop._producing.num_open + loop._consuming.num_open
 
     def close(self) -> None:
         self.rank.stop()
@@ -211,12 +221,24 @@ class Engine:
         first: int = 0,
         end: int | None = None,
     ) -> None:
+        self.load_from(request_id, key, producer.target, prompt, blocks, first, end)
+
+    def load_from(
+        self,
+        request_id: str,
+        key: str,
+        target: Target,
+        prompt: Prompt,
+        blocks: list[int],
+        first: int = 0,
+        end: int | None = None,
+    ) -> None:
         self.rank.submit(
             [
                 OpenConsumer(
                     request_id,
                     key,
-                    producer.target,
+                    target,
                     prompt,
                     first,
                     prompt.num_tokens - 1 if end is None else end,
