@@ -28,6 +28,8 @@ if (($#)) && [[ $1 != quick ]]; then
     exec python -m pytest "$@"
 fi
 
+scripts/libfabric_cpu.sh >/dev/null
+scripts/get_vllm_024.sh >/dev/null
 say "lint, types, import lines"
 ruff check .
 ruff format --check .
@@ -36,7 +38,6 @@ lint-imports
 say "unit"
 python -m pytest -q tests/unit
 say "integration (real NIXL, no model)"
-scripts/libfabric_cpu.sh >/dev/null
 python -m pytest -q tests/integration
 if [[ ${1-} == quick ]]; then
     say "quick: done, without faults and end-to-end tests"

@@ -26,13 +26,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from neuron_push.router.app import create_app
-from neuron_push.router.attempt import Dispatcher
 from neuron_push.router.bodies import ClientRequest, prefill_body
+from neuron_push.router.dispatch import Dispatcher
 from neuron_push.router.errors import RouterError
 from neuron_push.router.identity import EngineIdentity
 from neuron_push.router.legs import DecodeLeg, Reply, call_engine, open_session
 from neuron_push.router.metrics import RouterMetrics
-from neuron_push.router.options import MIB, check_options
+from neuron_push.router.options import check_options
 from neuron_push.router.proxy import CompletionProxy
 from neuron_push.router.server import listen
 
@@ -120,11 +120,13 @@ class PullDispatcher(Dispatcher):
 
 
 def pull_app(prefill: str, decode: str) -> Starlette:
+    settings = check_options([prefill], [decode])
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with open_session(5.0, 300.0) as session:
+        async with open_session(settings.connect_timeout_s, settings.idle_timeout_s) as session:
             app.state.proxy = CompletionProxy(
-                PullDispatcher(prefill, decode, session), RouterMetrics(), 32 * MIB, 300.0
+                PullDispatcher(prefill, decode, session), RouterMetrics(), settings
             )
             yield
 
@@ -180,7 +182,7 @@ def main() -> None:
         app = push_app(options.prefill, options.decode, identity)
     # As neuron_push.router.server configures it.
     config = uvicorn.Config(
-        app, lifespan="on", ws="none", log_config=None, log_level="warning",
+        app, lifespan="on", ws="none", http="h11", log_config=None, log_level="warning",
         access_log=False, server_header=False, timeout_graceful_shutdown=5,
     )  # fmt: skip
     listener = listen(options.host, options.port)
