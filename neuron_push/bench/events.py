@@ -59,6 +59,9 @@ class _Done:
     def done(self) -> bool:
         return True
 
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
 
 def measure_events(backend: str, few: int, many: int, burst: int, rounds: int) -> dict[str, Any]:
     """Microseconds of each side's transfer thread for one whole request of a burst."""
@@ -167,7 +170,7 @@ class _Engine:
             port=node.port, tp_size=1, pp_size=1, model="none", role="both",
         )  # fmt: skip
 
-        def card(ranks: tuple[RankCard, ...]) -> EngineCard:
+        def card(identity: Identity, ranks: tuple[RankCard, ...]) -> EngineCard:
             return EngineCard(identity, WIRE_VERSION, "push", "none", ModelCard("none", {}), ranks)
 
         path = link_path(node.name, "127.0.0.1", node.port)
