@@ -25,16 +25,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from neuron_push.router.app import create_app
 from neuron_push.router.bodies import ClientRequest, prefill_body
 from neuron_push.router.dispatch import Dispatcher
 from neuron_push.router.errors import RouterError
 from neuron_push.router.identity import EngineIdentity
 from neuron_push.router.legs import DecodeLeg, Reply, call_engine, open_session
 from neuron_push.router.metrics import RouterMetrics
-from neuron_push.router.options import check_options
+from neuron_push.router.options import RouterOptions, check_options
 from neuron_push.router.proxy import CompletionProxy
-from neuron_push.router.server import listen
+from neuron_push.router.server import listen, server_config
 
 
 @dataclass(frozen=True)
@@ -119,15 +118,14 @@ class PullDispatcher(Dispatcher):
         """Nothing is left behind: a leg ends with its request."""
 
 
-def pull_app(prefill: str, decode: str) -> Starlette:
-    settings = check_options([prefill], [decode])
+def pull_app(options: RouterOptions) -> Starlette:
+    prefill, decode = options.prefill[0].url, options.decode[0]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with open_session(settings.connect_timeout_s, settings.idle_timeout_s) as session:
-            app.state.proxy = CompletionProxy(
-                PullDispatcher(prefill, decode, session), RouterMetrics(), settings
-            )
+        async with open_session(options.connect_timeout_s, options.idle_timeout_s) as session:
+            dispatcher = PullDispatcher(prefill, decode, session)
+            app.state.proxy = CompletionProxy(dispatcher, RouterMetrics(), options)
             yield
 
     async def health(request: Request) -> Response:
@@ -149,14 +147,20 @@ class _Completions:
         await scope["app"].state.proxy(scope, receive, send)
 
 
-def push_app(prefill: str, decode: str, identity: FixedIdentity) -> Starlette:
-    """Our router itself, told what it would have asked."""
+def make_config(
+    mode: str, prefill: str, decode: str, identity: FixedIdentity, port: int = 0
+) -> tuple[RouterOptions, uvicorn.Config]:
+    """For ``vllm-push``: our router itself, told what it would have asked."""
+    side = f"{prefill},side={identity.host}:{identity.port}"
+    options = check_options([side], [decode], port=port, drain_s=5)
 
     async def ask(host: str, port: int, timeout_s: float) -> EngineIdentity:
         return identity
 
-    side = f"{prefill},side={identity.host}:{identity.port}"
-    return create_app(check_options([side], [decode]), ask)
+    config = server_config(options, ask)
+    if mode == "vllm-pull":
+        config.app = pull_app(options)
+    return options, config
 
 
 def main() -> None:
@@ -172,20 +176,14 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
-    if options.mode == "vllm-pull":
-        app = pull_app(options.prefill, options.decode)
-    else:
-        identity = FixedIdentity(
-            options.engine_id, options.kv_host, options.kv_port,
-            tp_size=options.tp_size, pp_size=options.pp_size,
-        )  # fmt: skip
-        app = push_app(options.prefill, options.decode, identity)
-    # As neuron_push.router.server configures it.
-    config = uvicorn.Config(
-        app, lifespan="on", ws="none", http="h11", log_config=None, log_level="warning",
-        access_log=False, server_header=False, timeout_graceful_shutdown=5,
+    identity = FixedIdentity(
+        options.engine_id, options.kv_host, options.kv_port,
+        tp_size=options.tp_size, pp_size=options.pp_size,
     )  # fmt: skip
-    listener = listen(options.host, options.port)
+    checked, config = make_config(
+        options.mode, options.prefill, options.decode, identity, options.port
+    )
+    listener = listen(options.host, checked.port)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(uvicorn.Server(config).serve(sockets=[listener]))
 
