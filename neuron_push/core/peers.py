@@ -106,6 +106,7 @@ class PeerTable:
         self._rank = rank
         self.engines: dict[str, PeerEngine] = {}
         self.ranks: dict[str, PeerRank] = {}
+        self._leaving: dict[str, PeerRank] = {}  # dropped, with WRITEs in flight
 
     def find(self, engine_id: str) -> PeerEngine | None:
         return self.engines.get(engine_id)
@@ -168,6 +169,13 @@ class PeerTable:
             if index in our_producers:
                 engine.producers.append(peer)
 
+    def is_leaving(self, message: MeetPeer) -> bool:
+        """Whether WRITEs to one of these agents are in flight from before it was dropped.
+
+        Adding it again would make NIXL report them as failed while they still land.
+        """
+        return any(card.agent_name in self._leaving for card in message.theirs.ranks)
+
     def drop(self, engine: PeerEngine) -> None:
         """Disconnect from all ranks of an engine; those with WRITEs in flight stay in NIXL.
 
@@ -179,6 +187,8 @@ class PeerTable:
             self.ranks.pop(peer.name, None)
             if peer.num_writes == 0:
                 self.forget(peer)
+            else:
+                self._leaving[peer.name] = peer
         if self.engines.get(engine.identity.engine_id) is engine:
             del self.engines[engine.identity.engine_id]
 
@@ -187,6 +197,7 @@ class PeerTable:
 
         NIXL may refuse to take leave of a dead peer: what it keeps is a little memory.
         """
+        self._leaving.pop(peer.name, None)
         if peer.name in self.ranks:
             return
         try:

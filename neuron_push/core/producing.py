@@ -291,9 +291,15 @@ class Producing:
         self._by_key, self._strangers = old._by_key, old._strangers
         self._registered = old._registered
         release_s = now_s + self._shop.limits.quarantine_s
-        self._ghosts = [
-            *((release_s, f.session, f.peer.name, f.write_id) for f in old._flights),
-            *old._ghosts,
+        known = {(session.key, name, write_id) for _, session, name, write_id in old._ghosts}
+        # What is in flight as the sessions see it: that a call to post it never returned does
+        # not mean that it was not posted.
+        self._ghosts = old._ghosts + [
+            (release_s, session, leg.peer, write_id)
+            for session in old._sessions.values()
+            for leg in session.legs.values()
+            for write_id in leg.in_flight
+            if (session.key, leg.peer, write_id) not in known
         ]
         for drain in old._drains:
             drain.done.set()
@@ -302,7 +308,7 @@ class Producing:
                 self._do(session, session.on_peer_lost(name, now_s), now_s)
             self._shop.timers.set(("p", session.key), session.deadline_s)
         if self._ghosts:
-            self._shop.timers.set(("g", ""), release_s)
+            self._shop.timers.set(("g", ""), min(ghost[0] for ghost in self._ghosts))
 
     def on_ghost_timer(self, now_s: float) -> None:
         """The quarantine of an abandoned agent's WRITEs is over."""

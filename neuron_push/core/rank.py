@@ -343,9 +343,14 @@ class RankLoop:
         if known is not None:
             self._lose(known.ranks[0], "it has connected again", now_s, tell=False)
         self._consuming.on_identity(identity, now_s)
+        is_leaving = self._shop.peers.is_leaving(message)
+        if message.ack and is_leaving:
+            return  # without our word, our engine tells the caller to ask again
         if message.ack:
             self._link.send(Polling(self._setup.rank, message.ack))
         try:
+            if is_leaving:
+                raise AgentError("WRITEs from before it was lost have not ended")
             engine = self._shop.peers.meet(message, now_s)
         except (AgentError, PlanError, LayoutError) as e:
             sentence = f"engine {identity.engine_id!r} cannot be added: {e}"

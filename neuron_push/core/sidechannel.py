@@ -553,18 +553,21 @@ class SideChannel:
         if not isinstance(message, Welcome) or self._card is None:
             return False
         theirs = message.card.identity
-        if dial.engine_id and dial.engine_id != theirs.engine_id:
-            sentence = (
-                f"{dial.address} is engine {theirs.engine_id!r}, the request names "
-                f"{dial.engine_id!r}: the router's identity of this producer is out of date"
-            )
-        else:
-            sentence = self._judge(self._card, message.card) or ""
+        sentence = self._judge(self._card, message.card)
         if sentence:
             self._fail_dial(dial, sentence, poller)
             return True
+        # Whoever it is, it has met us by now, and speaks under the new secrets.
         self._met(theirs)
         self._tell_ranks(MeetPeer(self._card, message.card, dial.secret, message.secret))
+        if dial.engine_id and dial.engine_id != theirs.engine_id:
+            self._fail_dial(
+                dial,
+                f"{dial.address} is engine {theirs.engine_id!r}, the request names "
+                f"{dial.engine_id!r}: the router's identity of this producer is out of date",
+                poller,
+            )
+            return True
         self._end_dial(dial, poller)
         return True
 

@@ -76,6 +76,11 @@ def transfer(p: Engine, d: Engine, name: str, prompt: Prompt = PROMPT) -> None:
     p.finish(name)
 
 
+def transfer_rest(p: Engine, name: str) -> None:
+    p.prefill(name, name, PROMPT, SOURCE)
+    p.finish(name)
+
+
 def serve(p: Engine, d: Engine) -> None:
     """The pair works, and everything is accounted for."""
     name = "ok-" + secrets.token_hex(3)
@@ -249,7 +254,7 @@ def test_lease_ends_while_a_write_is_in_flight() -> None:
     """The blocks stay taken until the WRITE has ended."""
     with faulty(limits=replace(LIMITS, lease_s=0.3, stall_timeout_s=20)) as (p, d, plan, _):
         serve(p, d)
-        plan.add(Fault("poll_write", Kind.BLOCK, times=3, block_s=0.5))
+        plan.add(Fault("poll_write", Kind.BLOCK, times=4, block_s=0.25))
         transfer(p, d, "r")
         d.wait("r", Outcome.RECEIVED, 5)
         p.wait("r", Outcome.SENT, 5)
@@ -381,7 +386,10 @@ def test_notification_is_lost_or_comes_twice_or_late(kind: Kind, side: str) -> N
     with faulty() as (p, d, plan_p, plan_d):
         serve(p, d)
         (plan_p if side == "P" else plan_d).add(Fault("notifications", kind))
-        transfer(p, d, "r")
+        d.load("r", "r", p, PROMPT, TARGET)
+        time.sleep(0.1)
+        p.prefill("r", "r", PROMPT, SOURCE, upto=TOKENS_PER_BLOCK)  # two segments
+        transfer_rest(p, "r")
         if kind is Kind.DROP:  # the registration, or the word that all has arrived
             d.wait("r", Outcome.FAILED, LIMITS.request_timeout_s + 2)
             d.wait("r", Outcome.RELEASED, 3)
