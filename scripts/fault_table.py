@@ -42,13 +42,13 @@ def table(report: Path) -> str:
         bound_s, times = rows.get(key, (0.0, []))
         rows[key] = max(bound_s, row["bound_s"]), [*times, row["measured_s"]]
     lines = [
-        "| Fault | What happens | Bound (s) | Measured (s) | vLLM's push connector (read, not run here) |",
+        "| Fault | What happens | Bound (s) | Measured (s) "
+        "| vLLM's push connector (read, not run here) |",
         "|---|---|---|---|---|",
     ]
     for (case, what), (bound_s, times) in sorted(rows.items()):
-        if what == "serves again":
-            what = "the next request is served"
-        lines.append(f"| {case} | {what} | {bound_s:.1f} | {max(times):.2f} | {upstream(case)} |")
+        text = "the next request is served" if what == "serves again" else what
+        lines.append(f"| {case} | {text} | {bound_s:.1f} | {max(times):.2f} | {upstream(case)} |")
     return "\n".join(lines)
 
 

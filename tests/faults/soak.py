@@ -75,13 +75,12 @@ class Soak:
         transfer.fault_s = time.monotonic()
         p, d = pair.p, pair.d
         self._plan(pair, fault)
-        steps = [transfer.load, transfer.prefill]
+        produce = transfer.fail if fault == "fail" else transfer.prefill
+        steps = [transfer.load, produce]
         if self._random.random() < 0.5:
             steps.reverse()
         steps[0]()
         time.sleep(self._random.random() * 0.05)
-        if fault == "fail":
-            p.call("fail", request=transfer.name, key=transfer.name)
         steps[1]()
         if fault == "abort":
             d.call("abort", request=transfer.name)
