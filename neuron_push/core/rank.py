@@ -176,6 +176,14 @@ class RankLoop:
         busy = self._producing.num_flights or self._consuming.num_open or self._steps
         return BUSY_POLL_S if busy else IDLE_POLL_S
 
+    def hang_up(self) -> None:
+        """What is left to do once the agent was given up and its call has returned after all.
+
+        A ZeroMQ context with an open socket must not be left to the garbage collector, which
+        would wait for the socket for ever.
+        """
+        self._link.close()
+
     def tear_down(self) -> None:
         """Give the memory back to whom it belongs: no WRITE of a peer can land in it any more."""
         try:

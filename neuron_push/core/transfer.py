@@ -132,6 +132,7 @@ class TransferThread:
             loop.tear_down()
         except AgentAbandonedError:
             logger.info("rank %d: a NIXL call that was given up has returned", self._setup.rank)
+            loop.hang_up()
 
     def _set_up(self, old: RankLoop | None) -> RankLoop | None:
         """None if this is the first time and fails, or if we are to stop."""

@@ -204,6 +204,20 @@ def test_peer_cannot_be_removed_from_nixl() -> None:
         assert "remove_peer raise" in plan.struck
 
 
+def test_an_agent_that_was_given_up_leaves_nothing_that_can_hang() -> None:
+    with faulty() as (p, d, plan, _):
+        serve(p, d)
+        plan.add(Fault("notifications", Kind.BLOCK, block_s=1.5))
+        end_s = time.monotonic() + 5
+        while not p.rank.num_abandoned and time.monotonic() < end_s:
+            time.sleep(0.05)
+        link = p.rank._abandoned[0]._link
+        while not link._context.closed and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert link._context.closed
+        serve(p, d)
+
+
 # ------------------------------------------------------------ the producer's engine
 
 

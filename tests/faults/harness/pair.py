@@ -86,6 +86,10 @@ class Transfer:
         )
         self.p.call("finish", request=self.name)
 
+    def fail(self) -> None:
+        """P's engine gives the request up, and holds its blocks until SENT."""
+        self.p.call("fail", request=self.name, key=self.name)
+
     def write_in_flight(self) -> None:
         """P has posted a WRITE, most of which D, stopped, has not taken."""
         self.load()
