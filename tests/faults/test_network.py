@@ -59,7 +59,7 @@ class TestCut:
     def test_cut(self, pair: Pair, lab: Lab, phase: str, host: str) -> None:
         case = f"{pair.backend}: {host.upper()}'s network cut, {phase}"
         p, d = pair.p, pair.d
-        serve(pair, case, attempts=4)
+        serve(pair, attempts=4)
         transfer = Transfer(pair, case)
         transfer.fill()
         if phase == "before registration":
@@ -95,7 +95,7 @@ class TestSlow:
     def test_rate_collapse_in_mid_transfer(self, pair: Pair, lab: Lab) -> None:
         """32 MiB at 8 Mbit/s: heartbeats wait behind the data, and nothing may land late."""
         case = f"{pair.backend}: rate collapse, mid-transfer"
-        serve(pair, case, attempts=4)
+        serve(pair, attempts=4)
         transfer = Transfer(pair, case)
         transfer.fill()
         lab.run("rate", "8")

@@ -142,7 +142,7 @@ def run_case(pair: Pair, case: str, fault: str, victim: str, phase: str) -> None
     transfer = Transfer(pair, case)
     p, d = pair.p, pair.d
     if phase != "first contact":
-        serve(pair, case, attempts=3)  # they know each other
+        serve(pair, attempts=3)  # they know each other
         transfer.fill()
     bring_to(phase, pair, transfer, victim)
     one, other = (p, d) if victim == "P" else (d, p)

@@ -53,6 +53,7 @@ class Transfer:
     """One request of a pair. Times are those of the system's monotonic clock."""
 
     def __init__(self, pair: Pair, case: str, *, big: bool = True) -> None:
+        """Its times are recorded under ``case``, unless that is empty."""
         self.pair, self.case = pair, case
         self.p, self.d = pair.p, pair.d
         self.name = f"r{next(_numbers)}"
@@ -144,11 +145,14 @@ class Transfer:
             assert len(outcomes) == len(set(outcomes)), outcomes
 
 
-def serve(pair: Pair, case: str, bound_s: float = 4.0, *, attempts: int = 1) -> None:
-    """The pair works: a small request gets its KV at the first attempt (or the last allowed)."""
+def serve(pair: Pair, case: str = "", bound_s: float = 4.0, *, attempts: int = 1) -> None:
+    """The pair works: a small request gets its KV at the first attempt (or the last allowed).
+
+    ``case``: what has happened before it, if that is worth recording.
+    """
     began_s = time.monotonic()
     for attempt in range(attempts):
-        transfer = Transfer(pair, case, big=False)
+        transfer = Transfer(pair, "", big=False)
         transfer.p.call("fill", seed=KV, blocks=transfer.source)
         transfer.fault_s = time.monotonic()
         transfer.load()

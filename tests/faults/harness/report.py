@@ -13,7 +13,7 @@ import os
 def record(case: str, what: str, bound_s: float, measured_s: float) -> None:
     """``case``: the fault; ``what``: the outcome that was waited for."""
     path = os.environ.get("NEURON_PUSH_FAULT_REPORT")
-    if path:
+    if path and case:
         with open(path, "a") as file:
             row = {"case": case, "what": what, "bound_s": bound_s, "measured_s": measured_s}
             file.write(json.dumps(row) + "\n")
