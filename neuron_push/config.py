@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,8 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backends: the NIXL backend that carries the bytes, ``["UCX"]`` or ``["LIBFABRIC"]``.
     device: which device backend holds the KV memory; ``auto`` takes the one that accepts
         vLLM's KV tensors.
+    rail_policy: what to do when memory is registered on other rails than those near its device
+        (or that cannot be known): ``strict`` stops the engine, ``warn`` logs it.
     warm_peers: ``host:port`` side channels to connect to at start instead of at first use.
     verify_kv: send a digest of each segment and compare it with what arrived (costs a read
         of all KV on both sides; for proofs, not for production).
@@ -58,6 +60,7 @@ class PushConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure: bool = False
     backends: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1)] = ("UCX",)
     device: str = "auto"
+    rail_policy: Literal["strict", "warn", "off"] = "warn"
     warm_peers: tuple[Address, ...] = ()
     verify_kv: bool = False
     lease_s: Positive = 120.0

@@ -193,7 +193,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             ),
             verify=config.verify_kv,
             read_memory=device.read_memory,
-            confirm=lambda agent: confirm_device(device, agent),
+            confirm=lambda agent: confirm_device(device, agent, config.rail_policy),
         )
         try:
             self._worker = PushWorker(

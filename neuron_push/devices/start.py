@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import MutableMapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from neuron_push.devices.base import DeviceBackend, DeviceError, KvCaches
 from neuron_push.devices.checks import Check
@@ -44,9 +44,26 @@ def start_device(
             logger.info("%s: %s=%s", device.name, name, value)
 
 
-def confirm_device(device: DeviceBackend, agent: AgentView) -> None:
-    """Once the agent has registered the memory. Raises DeviceError with the first thing amiss."""
-    _require(device, device.confirm(agent.memory_types(), agent.metadata()))
+RailPolicy = Literal["strict", "warn", "off"]
+
+
+def confirm_device(
+    device: DeviceBackend, agent: AgentView, rail_policy: RailPolicy = "warn"
+) -> None:
+    """Once the agent has registered the memory. Raises DeviceError with the first thing amiss.
+
+    rail_policy: what it means when memory is registered on other rails than those near it, or
+        when that cannot be known: ``strict`` fails, ``warn`` logs a line, ``off`` says nothing.
+    """
+    checks = device.confirm(agent.memory_types(), agent.metadata())
+    if rail_policy == "off":
+        checks = tuple(check for check in checks if check.name != "rails")
+    for check in checks:
+        if rail_policy == "strict" and check.name == "rails" and check.outcome != "ok":
+            raise DeviceError(
+                f"{device.name}, check 'rails' (rail_policy strict): {check.sentence}"
+            )
+    _require(device, checks)
 
 
 def explained(device: DeviceBackend, error: Exception) -> str:

@@ -227,11 +227,11 @@ def keeps_no_memory(read: Callable[..., None], inputs: st.SearchStrategy[object]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", READERS)
 def test_fuzz(name: str) -> None:
-    feed(name, NUM_INPUTS)
+    feed(name, NUM_INPUTS // len(READERS))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", READERS)
 def test_fuzz_at_length(name: str) -> None:
-    feed(name, SOAK_INPUTS)
+    feed(name, SOAK_INPUTS // len(READERS))

@@ -14,7 +14,7 @@ import pytest
 from neuron_push.core.layout import KvLayout
 from neuron_push.devices import near
 from neuron_push.devices.base import DeviceError
-from neuron_push.devices.checks import first_failure
+from neuron_push.devices.checks import Check, first_failure
 from neuron_push.devices.neuron import NeuronDevice
 from neuron_push.devices.neuron_fence import MAX_QUEUED, NUM_TRIALS, Fence, SequenceMark, Sequences
 from neuron_push.devices.neuron_parallel import MODULE, check_ranks, replicated_head
@@ -587,3 +587,26 @@ def test_a_tie_is_told_as_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     where = near.locality_of(None, None, "the Neuron runtime was not asked")
     assert where.rails == ()
     assert "undecided between rdmap201s0 or rdmap202s0" in where.reason
+
+
+# ------------------------------------------------------------ rail policy
+
+
+class Elsewhere(NeuronDevice):
+    """Its memory is registered on a NIC that is not its own."""
+
+    def confirm(self, memory_types: Any, metadata: bytes) -> Any:
+        return (
+            Check("memory_type", "ok", "device memory"),
+            Check("rails", "note", "registered on all 16 rails", "run neuron-push doctor"),
+        )
+
+
+def test_rail_policy(caplog: pytest.LogCaptureFixture) -> None:
+    agent = SimpleNamespace(memory_types=lambda: ["VRAM"], metadata=lambda: b"")
+    with pytest.raises(DeviceError, match=r"rail_policy strict.*all 16 rails"):
+        confirm_device(Elsewhere(), agent, "strict")
+    confirm_device(Elsewhere(), agent, "off")
+    assert "16 rails" not in caplog.text
+    confirm_device(Elsewhere(), agent, "warn")
+    assert "16 rails" in caplog.text
