@@ -5,7 +5,8 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-Usage: scripts/test.sh [quick]    everything; with `quick` neither faults nor vLLM servers
+Usage: scripts/test.sh [quick]    everything; with `quick` what is done in two minutes: lint, types,
+                                  unit tests and a push over real NIXL, no vLLM servers
        scripts/test.sh ARGS...    set up, then pytest with these arguments
 
 Environment: VENV is the virtual environment to use (default: .venv in the repository).
@@ -35,14 +36,17 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
+if [[ ${1-} == quick ]]; then
+    say "unit and one real push, without what is slow"
+    python -m pytest -q -m "not slow and not soak and not versions" \
+        tests/unit tests/integration/test_push.py
+    say "quick: done, without faults, lab and end-to-end tests"
+    exit 0
+fi
 say "unit"
 python -m pytest -q tests/unit
 say "integration (real NIXL, no model)"
 python -m pytest -q tests/integration
-if [[ ${1-} == quick ]]; then
-    say "quick: done, without faults and end-to-end tests"
-    exit 0
-fi
 say "faults (real processes)"
 python -m pytest -q tests/faults
 say "end to end (real vLLM)"

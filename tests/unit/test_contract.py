@@ -21,7 +21,7 @@ pytest.importorskip("nixl._api")
 CHILD = Path(__file__).with_name("contract_child.py")
 SOURCES = ROOT / ".work" / "vllm-0.24.0"
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def check(python: str, version: str, *sources: Path) -> None:

@@ -579,6 +579,7 @@ class Sessions(RuleBasedStateMachine):
                 event(f"{dest.outcomes[-1].value}, {dest.session.reason}")
 
 
+@pytest.mark.slow
 class TestSessions(Sessions.TestCase):  # type: ignore[valid-type, misc]
     settings = settings(
         max_examples=300,
