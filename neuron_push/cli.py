@@ -1,39 +1,67 @@
 """The command `neuron-push`: every command group is added here.
 
 Starts fast and on the base install alone: a group's module imports at its top
-only typer and what that needs; the rest when its command runs.
+only typer and what that needs, the rest when its command runs; and where the
+command line names a group, only that group is loaded.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from neuron_push import __version__
-from neuron_push.bench.cli import bench
-from neuron_push.devices.cli import devices
 from neuron_push.extras import MissingExtraError
-from neuron_push.rails.cli import doctor, rails_app
-from neuron_push.router.cli import router
-
-app = typer.Typer(
-    name="neuron-push",
-    help="Push-based KV-cache transfer for disaggregated vLLM serving.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-app.command("router")(router)
-app.add_typer(bench, name="bench")
-app.command("devices")(devices)
-app.add_typer(rails_app, name="rails")
-app.command("doctor")(doctor)
 
 
-@app.command("keygen")
+def _router(app: typer.Typer) -> None:
+    from neuron_push.router.cli import router
+
+    app.command("router")(router)
+
+
+def _bench(app: typer.Typer) -> None:
+    from neuron_push.bench.cli import bench
+
+    app.add_typer(bench, name="bench")
+
+
+def _devices(app: typer.Typer) -> None:
+    from neuron_push.devices.cli import devices
+
+    app.command("devices")(devices)
+
+
+def _rails(app: typer.Typer) -> None:
+    from neuron_push.rails.cli import rails_app
+
+    app.add_typer(rails_app, name="rails")
+
+
+def _doctor(app: typer.Typer) -> None:
+    from neuron_push.rails.cli import doctor
+
+    app.command("doctor")(doctor)
+
+
+def _keygen(app: typer.Typer) -> None:
+    app.command("keygen")(keygen)
+
+
+GROUPS: dict[str, Callable[[typer.Typer], None]] = {
+    "router": _router,
+    "bench": _bench,
+    "devices": _devices,
+    "rails": _rails,
+    "doctor": _doctor,
+    "keygen": _keygen,
+}
+
+
 def keygen(
     path: Annotated[Path, typer.Argument(help="The key file to write (mode 0600).")],
 ) -> None:
@@ -58,7 +86,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool,
@@ -70,10 +97,27 @@ def _root(
     """Push-based KV-cache transfer for disaggregated vLLM serving."""
 
 
+def make_app(only: str | None = None) -> typer.Typer:
+    """The command with all its groups, or with the one that is called."""
+    app = typer.Typer(
+        name="neuron-push",
+        help="Push-based KV-cache transfer for disaggregated vLLM serving.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name, add in GROUPS.items():
+        if only in (None, name):
+            add(app)
+    return app
+
+
 def main() -> None:
     """The console script."""
+    called = sys.argv[1] if len(sys.argv) > 1 and sys.argv[1] in GROUPS else None
     try:
-        app()
+        make_app(called)()
     except MissingExtraError as err:
         typer.echo(f"error: {err}", err=True)
         sys.exit(1)

@@ -13,7 +13,7 @@ pytest.importorskip("psutil")
 
 from typer.testing import CliRunner
 
-from neuron_push.cli import app
+from neuron_push.cli import make_app
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(280)]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.nixl, pytest.mark.timeout(280)]
 def test_hand_over_of_our_connector_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = CliRunner().invoke(
-        app,
+        make_app(),
         ["bench", "connector", "--quick", "--rounds", "1", "--mode", "push", "--only", "handover",
          "--step-ms", "5", "--json", str(file)],
     )  # fmt: skip

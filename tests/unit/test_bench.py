@@ -31,7 +31,7 @@ from neuron_push.bench.loads import (
     run_path,
 )
 from neuron_push.bench.ports import quiet_ports
-from neuron_push.cli import app
+from neuron_push.cli import make_app
 
 SMOLLM2_BYTES = 23_040
 
@@ -315,7 +315,7 @@ def test_ports_are_below_those_of_outgoing_connections() -> None:
 )
 def test_serve_refuses_wrong_options(tmp_path: Path, arguments: list[str], option: str) -> None:
     done = CliRunner().invoke(
-        app, ["bench", "serve", "--model", "m", "--results-dir", str(tmp_path), *arguments]
+        make_app(), ["bench", "serve", "--model", "m", "--results-dir", str(tmp_path), *arguments]
     )
     assert done.exit_code == 2
     assert f"error: {option}: " in done.output

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import typer
 
-from neuron_push.cli import app
+from neuron_push.cli import make_app
 from neuron_push.config import PushConfig
 from neuron_push.core.session import CONSUMER_LEG, PRODUCER_LEG, CEvent, CState, PEvent, PState
 from neuron_push.router.options import check_options
@@ -167,7 +167,7 @@ def test_every_file_named_exists(page: Path) -> None:
 
 @every_page
 def test_every_subcommand_named_exists(page: Path) -> None:
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(make_app())
     known = set(getattr(group, "commands", {}))
     named = {
         name for part in code(page) for name in re.findall(r"\bneuron-push ([a-z][\w-]*)", part)
