@@ -113,6 +113,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._side: SideChannel | None = None
         self._worker: PushWorker | None = None
         self._stats = PushStats()
+        self._has_stats = False
         self._faults = OncePerMinute()
         if role is compat.KVConnectorRole.SCHEDULER:
             self._start_scheduler(str(transfer.kv_role))
@@ -220,6 +221,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def _on_result(self, result: Result) -> None:
         self._stats.record(result)
+        self._has_stats = True
 
     def handle_preemptions(self, kv_connector_metadata: compat.KVConnectorMetadata) -> None:
         if self._worker is not None and isinstance(kv_connector_metadata, PushMetadata):
@@ -267,6 +269,9 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return set(invalid)
 
     def get_kv_connector_stats(self) -> Any:
+        if not self._has_stats:  # asked for at every step
+            return None
+        self._has_stats = False
         return self._stats.take()
 
     def shutdown(self) -> None:

@@ -208,6 +208,10 @@ def main() -> int:
                 )
             )
         console.print(f"Router at {pair.url}: prefill {producer.url}, decode {consumer.url}.\n")
+        with console.status("First words with each server ..."):
+            # vLLM loads its chat template with the first chat request: seconds that are not ours.
+            for engine in (producer, consumer, plain):
+                ask(engine.url, "Hello", 1, None)
         rows = []
         for number, question in enumerate(QUESTIONS, 1):
             shown = question if len(question) < 100 else question[:60] + " ... " + question[-35:]

@@ -67,7 +67,8 @@ class TransferThread:
     def submit(self, commands: Sequence[Command]) -> None:
         if commands:
             self._inbox.commands.extend(commands)
-            self._wake.set()
+            if not self._wake.is_set():  # setting an event takes a lock, and the step's time
+                self._wake.set()
 
     def suspend(self, request_ids: tuple[str, ...], timeout_s: float) -> bool:
         """Stop writing from these requests' blocks, and wait until nothing reads them any more.
@@ -84,10 +85,14 @@ class TransferThread:
 
     def results(self, wait_s: float = 0.0) -> list[Result]:
         """What has ended since the last call; waits up to ``wait_s`` if nothing has."""
-        if wait_s > 0 and not self._results:
-            self._result_ready.wait(wait_s)
-        self._result_ready.clear()
         taken: list[Result] = []
+        if not self._results:
+            if wait_s <= 0:
+                return taken
+            # Cleared before the second look: what comes after it sets the event again.
+            self._result_ready.clear()
+            if not self._results:
+                self._result_ready.wait(wait_s)
         while self._results:
             taken.append(self._results.popleft())
         return taken
