@@ -34,7 +34,7 @@ class Limits:
     quarantine_s: float
     stall_timeout_s: float = 30.0
     nixl_call_timeout_s: float = 3.0
-    max_open_per_peer: int = 4096
+    max_open_per_peer: int = 16384
 
 
 @dataclass
