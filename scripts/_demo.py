@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +20,8 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
+from neuron_push.bench.lab import Lab
+from neuron_push.bench.loads import BenchError
 from neuron_push.launch import (
     Engine,
     Host,
@@ -31,7 +31,6 @@ from neuron_push.launch import (
     serving,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 MODEL_NAME = "smollm2"
 
 TIE = 0.15
@@ -146,26 +145,15 @@ def settled(url: str, wanted: float) -> dict[str, float]:
 
 def lab(stack: ExitStack, console: Console) -> tuple[Host, Host]:
     """Two hosts of our own as root, else this host twice."""
-    script = ROOT / "scripts" / "lab.sh"
-    if os.geteuid() != 0:
+    network = stack.enter_context(Lab())
+    here, there = network.hosts
+    if network.is_real:
+        console.print(
+            f"Two hosts of our own: prefill on {here.address}, decode on {there.address}."
+        )
+    else:
         console.print("Not root: both engines on this host, on loopback.")
-        return Host(), Host()
-    name = f"demo{time.time_ns() % 1000:03d}"
-    env = {"LAB": name, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-
-    def call(*args: str) -> str:
-        done = subprocess.run([script, *args], env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise LaunchError(f"lab.sh {' '.join(args)}: {done.stderr.strip()}")
-        return done.stdout.strip()
-
-    call("up")
-    stack.callback(call, "down")
-    hosts = tuple(Host(call("ip", host), f"{name}-{host}") for host in ("p", "d"))
-    console.print(
-        f"Two hosts of our own: prefill on {hosts[0].address}, decode on {hosts[1].address}."
-    )
-    return hosts[0], hosts[1]
+    return here, there
 
 
 def main() -> int:
@@ -293,6 +281,6 @@ def show(rows: list[Row], console: Console, path: Path | None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except LaunchError as error:
+    except (LaunchError, BenchError) as error:
         print(f"demo: {error}", file=sys.stderr)
         sys.exit(2)

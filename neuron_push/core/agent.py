@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from neuron_push.core.layout import Allocation
+from neuron_push.core.layout import Allocation, KvLayout
 
 if TYPE_CHECKING:
     from neuron_push.core.plan import Copies
@@ -38,6 +38,11 @@ class Memory(NamedTuple):
 
     memory_type: str
     device_id: int
+
+    @classmethod
+    def of(cls, layout: KvLayout) -> Memory:
+        """Where a rank's KV lies."""
+        return cls(layout.memory_type, layout.allocations[0].device_id)
 
 
 class WriteState(enum.Enum):

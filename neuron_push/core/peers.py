@@ -54,7 +54,7 @@ class PeerRank:
 
     @property
     def memory(self) -> Memory:
-        return Memory(self.layout.memory_type, self.layout.allocations[0].device_id)
+        return Memory.of(self.layout)
 
 
 @dataclass

@@ -91,11 +91,6 @@ class Producing:
     def num_flights(self) -> int:
         return len(self._flights)
 
-    @property
-    def num_open(self) -> int:
-        """Sessions that are not tombstones."""
-        return sum(1 for session in self._sessions.values() if not session.is_over)
-
     # ------------------------------------------------------------ the engine
 
     def begin(self, command: BeginProducer, now_s: float) -> None:
@@ -183,8 +178,7 @@ class Producing:
             self._shop.quiet.warning(
                 logger, f"register {peer.name}", "registration by %s refused: %s", peer.name, e
             )
-            self._shop.send(peer.name, Nack(message.nonce, Reason.BAD_REGISTRATION, str(e)), now_s)
-            self._shop.send(peer.name, CancelAck(message.nonce), now_s)
+            self._refuse(peer, message.nonce, Reason.BAD_REGISTRATION, str(e), now_s)
             return
         if (
             len(peer.sending) >= self._shop.limits.max_open_per_peer
@@ -192,8 +186,7 @@ class Producing:
         ):
             detail = f"{len(peer.sending)} transfers to this rank are open: the limit"
             self._shop.count(Reason.BUSY)
-            self._shop.send(peer.name, Nack(message.nonce, Reason.BUSY, detail), now_s)
-            self._shop.send(peer.name, CancelAck(message.nonce), now_s)
+            self._refuse(peer, message.nonce, Reason.BUSY, detail, now_s)
             return
         session = self._session(message.key)
         actions = session.on_register(
@@ -208,6 +201,13 @@ class Producing:
         if leg is not None and leg.register is message:
             self._registered[message.key, peer.name] = tables
         self._do(session, actions, now_s)
+
+    def _refuse(
+        self, peer: PeerRank, nonce: int, reason: Reason, detail: str, now_s: float
+    ) -> None:
+        """No session has heard of this registration, and nothing will be written for it."""
+        self._shop.send(peer.name, Nack(nonce, reason, detail), now_s)
+        self._shop.send(peer.name, CancelAck(nonce), now_s)
 
     def on_cancel(self, peer: PeerRank, message: Cancel, now_s: float) -> None:
         session = self._session(message.key)
@@ -307,8 +307,7 @@ class Producing:
             for name in session.open_peers():
                 self._do(session, session.on_peer_lost(name, now_s), now_s)
             self._shop.timers.set(("p", session.key), session.deadline_s)
-        if self._ghosts:
-            self._shop.timers.set(("g", ""), min(ghost[0] for ghost in self._ghosts))
+        self._set_ghost_timer()
 
     def on_ghost_timer(self, now_s: float) -> None:
         """The quarantine of an abandoned agent's WRITEs is over."""
@@ -316,10 +315,14 @@ class Producing:
         self._ghosts = [ghost for ghost in self._ghosts if ghost[0] > now_s]
         for _, session, name, write_id in due:
             self._do(session, session.on_write_done(name, write_id), now_s)
-        if self._ghosts:
-            self._shop.timers.set(("g", ""), min(ghost[0] for ghost in self._ghosts))
+        self._set_ghost_timer()
 
     # ------------------------------------------------------------ inside
+
+    def _set_ghost_timer(self) -> None:
+        """To the end of the first quarantine; none when there is no ghost left."""
+        ends_s = (ghost[0] for ghost in self._ghosts)
+        self._shop.timers.set(("g", ""), min(ends_s, default=math.inf))
 
     def _check_stalls(self, now_s: float) -> None:
         stall_s = self._shop.limits.stall_timeout_s

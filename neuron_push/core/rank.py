@@ -121,13 +121,12 @@ class RankLoop:
     ) -> None:
         self._setup = setup
         self.inbox = inbox
-        self.counters = inbox.counters
         agent = setup.make_agent()
         agent.register(setup.layout.allocations, setup.layout.memory_type)
         if setup.confirm is not None:
             setup.confirm(agent)
         card = RankCard(agent.name, agent.backend, agent.metadata(), setup.layout)
-        self.agent = self._agent = agent
+        self.agent = agent
         self._shop = Shop(
             agent=agent,
             layout=setup.layout,
@@ -148,8 +147,7 @@ class RankLoop:
         self._next_care_s = 0.0
         if old is not None:
             now_s = time.monotonic()
-            # Its thread never uses it again; left open, it would hold up the process's exit.
-            old._link.close()
+            old.hang_up()
             self._steps = old._steps
             self._producing.take_over(old._producing, now_s)
             self._consuming.take_over(old._consuming, now_s)
@@ -177,7 +175,7 @@ class RankLoop:
         return BUSY_POLL_S if busy else IDLE_POLL_S
 
     def hang_up(self) -> None:
-        """What is left to do once the agent was given up and its call has returned after all.
+        """Close the link of a loop whose thread will not use it again. Once more is harmless.
 
         A ZeroMQ context with an open socket must not be left to the garbage collector, which
         would wait for the socket for ever.
@@ -186,10 +184,10 @@ class RankLoop:
 
     def tear_down(self) -> None:
         """Give the memory back to whom it belongs: no WRITE of a peer can land in it any more."""
+        self.hang_up()
         try:
-            self._link.close()
             if self._producing.num_flights == 0:
-                self._agent.close()
+                self.agent.close()
         except AgentError as e:
             logger.warning("rank %d: closing NIXL: %s", self._setup.rank, e)
 
@@ -246,7 +244,7 @@ class RankLoop:
 
     def _take_notifications(self, now_s: float) -> bool:
         try:
-            arrived = self._agent.notifications()
+            arrived = self.agent.notifications()
         except AgentError as e:
             # One dead peer can make the poll of all fail (LIBFABRIC); whose silence it was, the
             # heartbeats tell.
@@ -275,7 +273,7 @@ class RankLoop:
         return bool(arrived)
 
     def _drop(self, sender: str, why: str) -> None:
-        self.counters.dropped_notifications += 1
+        self.inbox.counters.dropped_notifications += 1
         self._shop.quiet.warning(
             logger, f"drop {sender}", "notification from %r dropped: %s", sender, why
         )
@@ -317,7 +315,7 @@ class RankLoop:
         engine = peer.engine
         if any(rank.is_needed for rank in engine.ranks):
             logger.warning("peer %s lost: %s", peer.name, sentence)
-            self.counters.lost_peers += 1
+            self.inbox.counters.lost_peers += 1
         else:
             logger.info("peer %s forgotten: %s", peer.name, sentence)
         self._shop.peers.drop(engine)

@@ -55,7 +55,7 @@ class Shop:
     @property
     def memory(self) -> Memory:
         """Where this rank's own KV lies."""
-        return Memory(self.layout.memory_type, self.layout.allocations[0].device_id)
+        return Memory.of(self.layout)
 
     def send(self, name: str, message: Message, now_s: float) -> None:
         """To a peer's agent. A peer that is gone, or a notification that fails, is no error

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from neuron_push.launch import Engine, Host, Pair, free_ports, metrics, serving
+from neuron_push.bench.lab import Lab
+from neuron_push.launch import Engine, Pair, free_ports, metrics, serving
 from tests.e2e.test_serving import PREFIX, complete, is_idle, tokens, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,7 @@ def run(*argv: str | Path, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     libraries = run(ROOT / "scripts" / "libfabric_cpu.sh")
-    lab, name = ROOT / "scripts" / "lab.sh", "e2elf"
-    run(lab, "up", LAB=name)
-    try:
-        hosts = [Host(run(lab, "ip", host, LAB=name), f"{name}-{host}") for host in ("p", "d")]
+    with Lab() as lab:
         environment = {
             "LD_LIBRARY_PATH": libraries,
             "FI_PROVIDER_PATH": libraries,
@@ -60,13 +58,11 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]
                 environment=environment,
             )
             for engine_id, port, side, host in zip(
-                ("p", "d"), ports[:2], ports[2:], hosts, strict=True
+                ("p", "d"), ports[:2], ports[2:], lab.hosts, strict=True
             )
         ]
         with serving(engines[0], engines[1], tmp_path_factory.mktemp("servers")) as up:
             yield up
-    finally:
-        run(lab, "down", LAB=name)
 
 
 @pytest.mark.parametrize("num_tokens", [40, 2500])
