@@ -149,15 +149,19 @@ def measure_handover(options: Options, mode: str) -> dict[str, Any]:
 
 
 def measure_hooks(options: Options, mode: str) -> dict[str, Any]:
-    """The hooks' time on the calling thread, a step, with 32 requests open on both sides."""
+    """The hooks' time on the calling thread, a step, with 32 requests open on both sides.
+
+    Always so many: when one is over the next arrives.
+    """
     pool_tokens = (options.geometry.num_blocks - 1) // NUM_OPEN * BLOCK_TOKENS
     num_tokens = min(1024, pool_tokens)
     with _couple(options, mode) as couple:
         tables, keys = _tables(options, None), Keys("k")
         couple.transfer(keys.take(), num_tokens, tables)
-        couple.reset()
-        for _ in range(1 if options.quick else options.rounds):
-            couple.transfer(keys.take(NUM_OPEN), num_tokens, tables)
+        count = NUM_OPEN * (1 + (1 if options.quick else options.rounds))
+        couple.transfer(
+            keys.take(count), num_tokens, tables, num_open=NUM_OPEN, reset_after=NUM_OPEN // 2
+        )
         counts = couple.read()
     return {"num_tokens": num_tokens, "num_open": NUM_OPEN, **_hooks(counts)}
 
