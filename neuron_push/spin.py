@@ -16,13 +16,16 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_waits_only = False
+
+class _Process:
+    """This one."""
+
+    waits_only = False
 
 
 def note_step(waits_only: bool) -> None:
     """The step that begins in this process computes nothing, or something."""
-    global _waits_only
-    _waits_only = waits_only
+    _Process.waits_only = waits_only
 
 
 def let_readers_sleep() -> None:
@@ -38,7 +41,7 @@ def let_readers_sleep() -> None:
 
     @functools.wraps(spin)
     def wait(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not _waits_only:
+        if not _Process.waits_only:
             return spin(self, *args, **kwargs)
         spin_s, self.busy_loop_s = self.busy_loop_s, 0
         try:

@@ -70,9 +70,12 @@ def check_options(
     )  # fmt: skip
 
 
-def run(options: Options, console: Console) -> dict[str, Any]:
-    """Measures and prints; the answer is the JSON report."""
-    report: dict[str, Any] = {
+Report = dict[str, Any]
+
+
+def run(options: Options, console: Console, keep: Callable[[Report], None]) -> Report:
+    """Measures and prints. ``keep`` is handed the report after every measurement."""
+    report: Report = {
         **describe_machine(),
         "geometry": options.geometry.name,
         "kv_bytes_per_token": options.geometry.bytes_per_token,
@@ -101,8 +104,9 @@ def run(options: Options, console: Console) -> dict[str, Any]:
             except BenchError as e:
                 report["failed"].append(f"{name}: {mode}: {e}")
                 console.print(f"failed: {name}: {mode}: {e}", markup=False)
+            report["ratios"] = compare(report["results"])
+            keep(report)
             progress.advance(task)
-    report["ratios"] = compare(report["results"])
     _show(report, console)
     return report
 
