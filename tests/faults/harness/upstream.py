@@ -24,7 +24,9 @@ from tests.faults.harness.upstream_child import AFTER, BEFORE, fault_main
 CONNECTOR = "NixlPushConnector"
 WINDOW_S = 60.0
 START_S = 120.0
-STEP_S = 0.02
+SERVE_S = 30.0
+"""The window of the next request."""
+STEP_S = 0.05
 
 GEOMETRY = Geometry("faults", num_layers=8, kv_heads=1, head_size=64, num_blocks=1600)
 SOURCE = list(range(1, 513))  # 32 MiB, as in pair.py: more than socket buffers hold
@@ -47,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Upstream:
-    """Use as a context manager; both processes end with it. Belongs to one thread."""
+    """Both processes end with :meth:`close`. Belongs to one thread."""
 
     def __init__(self, folder: Path, ports: list[int], backend: str = "UCX") -> None:
         GEOMETRY.write_config(folder)
@@ -69,18 +71,17 @@ class Upstream:
         self._processes: dict[str, Any] = {}
         self._small = iter(range(0, len(SMALL), 32))
 
-    def __enter__(self) -> Upstream:
+    def start_both(self) -> None:
         try:
             for side in self.specs:
                 self.start(side)
             for side in self.specs:
                 self.wait_up(side)
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for side in self._processes:
             self.kill(side)
 
@@ -160,14 +161,25 @@ class Upstream:
                 return event
             self.pump(left_s)
 
-    def differing(self, side: str, seed: int, blocks: list[int]) -> int:
-        """How many blocks do not hold what this seed gives for them; 0 from a dead engine."""
+    def ask(self, side: str, name: str, *arguments: Any) -> int:
+        """A number from an engine; 0 from a dead one."""
         if side not in self._pipes:
             return 0
-        self.events[side] = [e for e in self.events[side] if e.kind != "differing"]
-        self.tell(side, "differing", seed, blocks, blocks)
-        answer = self.wait(side, "", {"differing"}, 20)
+        self.events[side] = [e for e in self.events[side] if e.kind != name]
+        self.tell(side, name, *arguments)
+        answer = self.wait(side, "", {name}, 20)
         return answer.num_bad if answer else 0
+
+    def differing(self, side: str, seed: int, blocks: list[int]) -> int:
+        """How many blocks do not hold what this seed gives for them."""
+        return self.ask(side, "differing", seed, blocks, blocks)
+
+    def wait_open(self, what: str, count: int = 1) -> None:
+        """Until P has so many registrations, or writes, open."""
+        end_s = time.monotonic() + 20
+        while self.ask("p", "open", what) < count:
+            assert time.monotonic() < end_s, f"P has no {what} in 20 s; {self.died}"
+            self.sleep(0.02)
 
     # ------------------------------------------------------------ a request that must work
 
@@ -182,11 +194,11 @@ class Upstream:
         one = UpstreamTransfer(self, "", source=blocks, target=blocks)
         one.load()
         one.prefill()
-        end = self.wait("d", one.consumer, {"runnable", "failed"}, WINDOW_S)
+        end = self.wait("d", one.consumer, {"runnable", "failed"}, SERVE_S)
         works = end is not None and end.kind == "runnable" and not end.num_bad
         what = "serves again" if works or end is None else "serves again: failed"
         took_s = end.at_s - began_s if end else None
-        record(case, what, WINDOW_S, took_s, CONNECTOR)
+        record(case, what, SERVE_S, took_s, CONNECTOR)
         return works
 
 
@@ -214,6 +226,11 @@ class UpstreamTransfer:
         tokens = BLOCK_TOKENS * len(self.target)
         self.pair.tell("d", "begin", self.consumer, tokens, self.target, params, self.source)
 
+    def register(self, count: int = 1) -> None:
+        """Load, and P knows of it, as the ``count``-th."""
+        self.load()
+        self.pair.wait_open("registrations", count)
+
     def has_it_all(self) -> None:
         """D's prefix cache holds the whole prompt."""
         params = consumer_params(self.key, self.pair.specs["p"], self.key)
@@ -231,12 +248,11 @@ class UpstreamTransfer:
 
     def write_in_flight(self) -> None:
         """P has posted a WRITE, most of which D, stopped, has not taken."""
-        self.load()
-        self.pair.sleep(0.4)
+        self.register()
         self.pair.signal("d", signal.SIGSTOP)
         self.prefill()
-        self.prefill_finishes()
-        self.pair.sleep(0.25)
+        self.pair.wait_open("writes")
+        self.pair.sleep(0.1)
 
     def abort(self) -> None:
         self.is_aborted = True

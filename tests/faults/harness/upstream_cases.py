@@ -36,12 +36,11 @@ def process_case(
         assert pair.serve(), f"{case}: the pair does not work before the fault"
     _bring_to(phase, pair, one, victim)
     other = "d" if victim == "p" else "p"
-    if fault == "killed":
-        pair.kill(victim)
-    else:
-        pair.signal(victim, signal.SIGSTOP)
-    pair.signal(other, signal.SIGCONT)
     one.now()
+    pair.signal(victim, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+    pair.signal(other, signal.SIGCONT)
+    if fault == "killed":
+        pair.kill(victim)  # reaped, too
     if phase == "before registration" and victim == "p":
         one.load()
     if phase == "registered" and victim == "d":
@@ -73,8 +72,7 @@ def _bring_to(phase: str, pair: Upstream, one: UpstreamTransfer, victim: str) ->
         one.prefill_finishes()
         pair.sleep(0.1)
     elif phase == "registered":
-        one.load()
-        pair.sleep(0.4)
+        one.register()
     elif phase == "mid-transfer":
         one.write_in_flight()
     elif phase == "after last segment":
@@ -105,10 +103,9 @@ def p_aborted(pair: Upstream, case: str, when: str) -> None:
     pair.serve()
     one = UpstreamTransfer(pair, case)
     if when == "after":
-        one.load()
-        pair.sleep(0.4)
+        one.register()
     one.prefill()
-    pair.sleep(0.15)
+    pair.sleep(0.2)  # of 0.8 s
     one.now()
     pair.tell("p", "abort", one.producer)
     if when == "before":
@@ -157,11 +154,9 @@ def two_registrations(pair: Upstream, case: str) -> None:
     pair.serve()
     first = UpstreamTransfer(pair, "")
     second = UpstreamTransfer(pair, case, key=first.key, attempt="eeeeeeee", target=pair.small())
-    first.load()
-    pair.sleep(0.4)
+    first.register()
     second.now()
-    second.load()
-    pair.sleep(0.4)
+    second.register(2)
     first.prefill()
     second.watch("d")
 
@@ -174,12 +169,10 @@ def stale_registration(pair: Upstream, case: str) -> None:
     second = UpstreamTransfer(
         pair, case, key=first.key, attempt="eeeeeeee", source=source, target=pair.small()
     )
-    first.load()
-    pair.sleep(0.4)
+    first.register()
     first.abort()
     second.now()
-    second.load()
-    pair.sleep(0.4)
+    second.register(2)
     second.prefill()
     second.watch()
 
@@ -218,8 +211,7 @@ def p_gone(pair: Upstream, case: str) -> None:
     pair.serve()
     pair.tell("d", "break", "remove_remote_agent", 0.0, True, 10)
     one = UpstreamTransfer(pair, case)
-    one.load()
-    pair.sleep(0.4)
+    one.register()
     pair.end("p")
     one.now()
     one.watch("d")
@@ -238,7 +230,7 @@ def nixl_call(
     one.now()
     one.load()
     if side == "d" and is_known:
-        pair.sleep(0.4)
+        pair.wait_open("registrations")
         pair.tell(side, "break", method, delay_s, raises, 1)
         one.now()
         pair.sleep(0.2)

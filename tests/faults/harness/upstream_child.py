@@ -102,6 +102,12 @@ class FaultEngine(SimEngine):
 
     # ------------------------------------------------------------ NIXL
 
+    def num_open(self, what: str) -> int:
+        """On P: ``registrations`` that wait for their prefill, or ``writes`` under way."""
+        worker = self.worker.connector_worker
+        known = worker._pending_d_registrations if "reg" in what else worker._sending_transfers
+        return len(known)
+
     def break_call(self, method: str, delay_s: float, raises: bool, times: int) -> None:
         """The next calls of this method of the NIXL agent wait, then fail if they are to."""
         nixl = self.worker.connector_worker.nixl_wrapper
@@ -122,7 +128,7 @@ class FaultEngine(SimEngine):
 
 
 class FaultChild(Child):
-    """Commands as the bench's, and: begin, all, abort, fill, differing, break."""
+    """Commands as the bench's, and: begin, all, abort, fill, differing, open, break."""
 
     _engine: FaultEngine
 
@@ -145,7 +151,9 @@ class FaultChild(Child):
         elif name == "fill":
             engine.fill(*arguments)
         elif name == "differing":
-            self._pipe.send(("differing", "", time.monotonic(), engine.differing(*arguments)))
+            self._pipe.send((name, "", time.monotonic(), engine.differing(*arguments)))
+        elif name == "open":
+            self._pipe.send((name, "", time.monotonic(), engine.num_open(*arguments)))
         elif name == "break":
             engine.break_call(*arguments)
         else:
