@@ -29,7 +29,7 @@ READ = {
 }
 # Cases that were timed with vLLM's connector only: what our own tests assert there.
 UNTIMED = {
-    "D aborts, mid-transfer": "D's blocks back, P's blocks back (tests/e2e)",
+    "D aborts, mid-transfer": "D's blocks back once P acknowledges (`tests/faults/soak.py`)",
     "D stopped for longer than the lease, mid-transfer": "P's blocks wait for the WRITE "
     "(`test_lease_ends_while_a_write_is_in_flight`)",
     "retry after D gave up the first attempt": "only the second attempt's blocks are written "
