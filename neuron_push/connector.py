@@ -35,7 +35,8 @@ from neuron_push.devices.start import confirm_device, explained, start_device
 from neuron_push.fit import explain_cards, remark_on_rails
 from neuron_push.metrics import PushStats, make_prom_metrics
 from neuron_push.scheduler import PushScheduler, StepPlan
-from neuron_push.worker import PushWorker
+from neuron_push.spin import let_readers_sleep, note_step
+from neuron_push.worker import NOTHING, PushWorker
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +103,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         compat.adopt_logging()
+        let_readers_sleep()
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # vLLM makes no connector without it
         self._config = PushConfig.load(transfer.kv_connector_extra_config)
@@ -225,8 +227,8 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         )
 
     def _on_result(self, result: Result) -> None:
-        self._stats.record(result)
-        self._has_stats = True
+        if self._stats.record(result):
+            self._has_stats = True
 
     def handle_preemptions(self, kv_connector_metadata: compat.KVConnectorMetadata) -> None:
         if self._worker is not None and isinstance(kv_connector_metadata, PushMetadata):
@@ -235,7 +237,9 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: compat.KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, PushMetadata):
-            self._worker.begin_step(connector_metadata.plan)
+            plan = connector_metadata.plan
+            note_step(plan.is_idle)
+            self._worker.begin_step(plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: what this hook would start left when metadata was bound, before the forward."""
@@ -262,16 +266,20 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """For vLLM 0.30 and later."""
-        if self._worker is None:
-            return compat.make_results(set(), set(), set())
-        step = self._worker.take_results()
+        step = self._worker.take_results() if self._worker is not None else NOTHING
+        if step is NOTHING:  # nearly every step
+            return self._no_results
         return compat.make_results(step.sent, step.received, step.failed)
 
-    _invalid_blocks: set[int] = frozenset()  # type: ignore[assignment]
+    @functools.cached_property
+    def _no_results(self) -> Any:
+        return compat.make_results(set(), set(), set())
+
+    _invalid_blocks: set[int] = set()  # noqa: RUF012  replaced, never added to
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return set(invalid)
+        invalid, self._invalid_blocks = self._invalid_blocks, NOTHING.invalid_blocks
+        return invalid
 
     def get_kv_connector_stats(self) -> Any:
         if not self._has_stats:  # asked for at every step
@@ -324,7 +332,9 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @_survive(PushMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PushMetadata:
-        return PushMetadata(self._sched.build_plan(scheduler_output))
+        plan = self._sched.build_plan(scheduler_output)
+        note_step(plan.is_idle)
+        return PushMetadata(plan)
 
     @_survive(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -48,6 +48,7 @@ class Engine:
     """One vLLM server to be.
 
     extra: options of our connector (kv_connector_extra_config), mode ``push`` only.
+    load_failure_policy: vLLM's kv_load_failure_policy, ``fail`` or ``recompute``.
     arguments: more arguments for vLLM's server.
     """
 
@@ -65,6 +66,7 @@ class Engine:
     kv_cache_gib: float = 2
     num_threads: int = 1
     extra: dict[str, Any] = field(default_factory=dict)
+    load_failure_policy: str = "fail"
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     python: str = sys.executable
@@ -88,6 +90,7 @@ class Engine:
 
     def transfer_config(self) -> dict[str, Any]:
         config: dict[str, Any] = {"engine_id": self.name, "kv_role": f"kv_{self.role}"}
+        config["kv_load_failure_policy"] = self.load_failure_policy
         if self.mode == "push":
             config["kv_connector"] = "NeuronPushConnector"
             config["kv_connector_module_path"] = "neuron_push.connector"
@@ -212,14 +215,20 @@ def start_engine(engine: Engine, log_dir: Path) -> Server:
 
 
 def start_router(
-    producers: Sequence[Engine], consumers: Sequence[Engine], port: int, log_dir: Path
+    producers: Sequence[Engine],
+    consumers: Sequence[Engine],
+    port: int,
+    log_dir: Path,
+    options: Sequence[str] = (),
+    name: str = "router",
 ) -> Server:
     argv = [sys.executable, "-m", "neuron_push", "router", "--port", str(port)]
     for engine in producers:
         argv += ["--prefill", f"{engine.url},side={engine.host.address}:{engine.side_port}"]
     for engine in consumers:
         argv += ["--decode", engine.url]
-    return Server("router", argv, {"PYTHONUNBUFFERED": "1"}, log_dir / "router.log")
+    argv += options
+    return Server(name, argv, {"PYTHONUNBUFFERED": "1"}, log_dir / f"{name}.log")
 
 
 @dataclass

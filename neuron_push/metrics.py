@@ -6,7 +6,6 @@ interval and exports them under ``vllm:neuron_push_*``.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from prometheus_client import Counter, Histogram
@@ -37,7 +36,8 @@ class PushStats(KVConnectorStats):
     def reset(self) -> None:
         self.data = {name: [] for name in _SERIES} | {"failures": {}, "verified": 0}
 
-    def record(self, result: Result) -> None:
+    def record(self, result: Result) -> bool:
+        """Whether there was something to record."""
         data = self.data
         if result.outcome is Outcome.SENT:
             if result.num_segments:
@@ -45,21 +45,23 @@ class PushStats(KVConnectorStats):
                 data["sent_descriptors"].append(result.num_descriptors)
                 data["sent_segments"].append(result.num_segments)
                 data["sent_s"].append(result.duration_s)
+                return True
         elif result.outcome is Outcome.RECEIVED:
             if result.num_segments:
                 data["received_bytes"].append(result.num_bytes)
                 data["received_segments"].append(result.num_segments)
                 data["received_s"].append(result.duration_s)
                 data["verified"] += int(result.verified)
+                return True
         elif result.outcome is Outcome.FAILED and result.reason is not None:
             failures = data["failures"]
             failures[result.reason.value] = failures.get(result.reason.value, 0) + 1
+            return True
+        return False
 
-    def take(self) -> PushStats | None:
-        """What was recorded since the last call; None if nothing was."""
-        if self.is_empty():
-            return None
-        taken = copy.copy(self)
+    def take(self) -> PushStats:
+        """What was recorded since the last call."""
+        taken = PushStats(self.data)
         self.reset()
         return taken
 

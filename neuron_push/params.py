@@ -18,6 +18,7 @@ _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _CHILD = re.compile(r"^(\d{1,6})_(?=cmpl-|chatcmpl-|resp_)")
 _ENGINE_ID = re.compile(r"(\d{1,6}_)?(cmpl-|chatcmpl-|resp_)")
 _PROMPT = re.compile(r"-(\d{1,6})$")
+_LAST_NUMBER = re.compile(r"-(\d{1,6})(?:-[0-9a-f]{8})?$")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def parse_params(
     """None when the request has nothing to do with KV transfer."""
     if params is None:
         return None
-    if not isinstance(params, Mapping):
+    if type(params) is not dict and not isinstance(params, Mapping):
         return BadParams(
             f"kv_transfer_params is a {type(params).__name__}, expected an object", False
         )
@@ -92,17 +93,17 @@ def sub_request(request_id: str) -> str:
     ``[<choice>_]chatcmpl-<id>-<random>``. The random suffix differs between producer and
     consumer, so it is left out.
     """
-    choice = "0"
-    child = _CHILD.match(request_id)
-    if child is not None:
-        choice = child.group(1)
-        request_id = request_id[child.end() :]
-    prompt = "0"
+    choice = prompt = 0
+    if request_id[:1].isdigit():
+        child = _CHILD.match(request_id)
+        if child is not None:
+            choice = int(child.group(1))
+            request_id = request_id[child.end() :]
     if request_id.startswith("cmpl-"):
-        found = _PROMPT.search(_SUFFIX.sub("", request_id))
+        found = _LAST_NUMBER.search(request_id, max(0, len(request_id) - 16))
         if found is not None:
-            prompt = found.group(1)
-    return f"{int(prompt)}.{int(choice)}"
+            prompt = int(found.group(1))
+    return f"{prompt}.{choice}"
 
 
 def base_request_id(request_id: str) -> str:

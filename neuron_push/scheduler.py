@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -38,6 +39,11 @@ logger = logging.getLogger(__name__)
 
 BlockIds = Sequence[Sequence[int]]
 
+DIAL_AGAIN_S = 1.0
+"""Dialling wakes a thread; a producer that many requests name is dialled once in this time."""
+
+MAX_DIALLED = 1024
+
 
 @dataclass(frozen=True)
 class GroupFacts:
@@ -47,7 +53,7 @@ class GroupFacts:
     whole: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class StepPlan:
     """What the ranks are told for one step.
 
@@ -63,7 +69,7 @@ class StepPlan:
     is_idle: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class _Producing:
     key: str
     prompt: Prompt
@@ -74,7 +80,7 @@ class _Producing:
     is_doubtful: bool = False  # we lost track of its blocks: nothing more of it may be sent
 
 
-@dataclass
+@dataclass(slots=True)
 class _Consuming:
     params: ConsumerParams | BadParams
     prompt: Prompt
@@ -109,6 +115,8 @@ class PushScheduler:
         self._consuming: dict[str, _Consuming] = {}
         self._commands: list[Command] = []
         self._tails: dict[str, BlockIds] = {}  # request id -> its last blocks in each group
+        self._dialled: dict[Target, float] = {}  # when
+        self._align_tokens = math.lcm(*(group.tokens_per_block for group in self._groups))
 
     # ------------------------------------------------------------ hooks, in vLLM's order
 
@@ -121,7 +129,7 @@ class PushScheduler:
             self._new_producer(request, parsed)
         elif isinstance(parsed, ConsumerParams):
             self._consuming[request_id] = _Consuming(parsed, prompt_of(request))
-            self._dial(parsed.target)
+            self._warm(parsed.target)
             self._commands.append(AnnounceConsumer(request_id, parsed.key, parsed.target))
         elif parsed.is_consumer:
             self._consuming[request_id] = _Consuming(parsed, prompt_of(request))
@@ -155,8 +163,7 @@ class PushScheduler:
         if num_external <= 0:
             end = load.prompt.num_tokens - 1
         first = load.num_local if num_external > 0 else end
-        step = math.lcm(*(group.tokens_per_block for group in self._groups))
-        base = first // step * step
+        base = first // self._align_tokens * self._align_tokens
         blocks: tuple[tuple[int, ...], ...] = tuple(() for _ in self._groups)
         if first < end:
             blocks = tuple(
@@ -185,8 +192,9 @@ class PushScheduler:
                 self._distrust_prefills(plan)
             for request_id in output.finished_req_ids:
                 self._tails.pop(request_id, None)
-        plan.before = self._commands + plan.before
-        self._commands = []
+        if self._commands:
+            plan.before = self._commands + plan.before
+            self._commands = []
         return plan
 
     def on_finished(
@@ -250,6 +258,16 @@ class PushScheduler:
         return bool(self._commands)
 
     # ------------------------------------------------------------ inside
+
+    def _warm(self, target: Target) -> None:
+        """Connect to it while the request still queues; the rank that needs it dials as well."""
+        now_s = time.monotonic()
+        if now_s - self._dialled.get(target, -math.inf) < DIAL_AGAIN_S:
+            return
+        if len(self._dialled) >= MAX_DIALLED:  # a client names them
+            self._dialled.clear()
+        self._dialled[target] = now_s
+        self._dial(target)
 
     def _new_producer(self, request: Request, params: ProducerParams) -> None:
         request_id, prompt = request.request_id, prompt_of(request)
@@ -354,12 +372,11 @@ class PushScheduler:
         no prefill of ours begins with a prefix hit: then nobody asks.
         """
         cached = output.scheduled_cached_reqs
-        if not any(
-            new.num_computed_tokens > 0 and new.req_id in self._producing
-            for new in output.scheduled_new_reqs
-        ) and not any(request_id in self._producing for request_id in cached.resumed_req_ids):
-            return set()
         written: set[int] = set()
+        begins = [new.req_id for new in output.scheduled_new_reqs if new.num_computed_tokens > 0]
+        begins += cached.resumed_req_ids
+        if not begins or self._producing.keys().isdisjoint(begins):
+            return written
         for new in output.scheduled_new_reqs:
             for ids, group in zip(new.block_ids, self._groups, strict=True):
                 written.update(ids[new.num_computed_tokens // group.tokens_per_block :])

@@ -44,6 +44,10 @@ class StepResults:
     invalid_blocks: set[int] = field(default_factory=set)
 
 
+NOTHING = StepResults()
+"""Of a step in which nothing has ended. Nobody adds to it."""
+
+
 class PushWorker:
     """One rank.
 
@@ -79,9 +83,13 @@ class PushWorker:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Metadata is bound: what can leave leaves now, while the forward runs."""
-        self.end_forward()  # of the step before, if its runner did not say
-        self.drain_preempted(plan)
+        if self._plan is not None and self._plan.after:
+            self.end_forward()  # of the step before: its runner did not say
+        if plan.preempted:
+            self.drain_preempted(plan)
         self._plan = plan
+        if not (plan.before or plan.ready):
+            return
         for command in plan.before:
             if isinstance(command, OpenConsumer | FailConsumer):
                 blocks = command.blocks
@@ -91,7 +99,7 @@ class PushWorker:
                     self._loads[command.request_id] = blocks[0] if len(blocks) == 1 else ()
             elif isinstance(command, AbortConsumer) and command.request_id in self._loads:
                 self._aborted.add(command.request_id)
-        commands = list(plan.before)
+        commands = plan.before
         if plan.ready:
             commands.append(StepDone(tuple(plan.ready), self._device.marker()))
         self.transfer.submit(commands)
@@ -127,15 +135,23 @@ class PushWorker:
 
         May be called before end_forward, while a drafter has yet to run.
         """
-        is_idle = self._plan is not None and self._plan.is_idle
+        plan = self._plan
+        is_idle = plan is not None and plan.is_idle
         wait_s = 0.0
-        if is_idle:
+        if not is_idle:
+            self._idle_steps = 0
+            if not self.transfer.has_results:
+                return NOTHING
+        else:
             wait_s = self._idle_wait_s
             if self._idle_steps >= LONG_IDLE_STEPS:
                 wait_s *= LONG_IDLE_FACTOR
-        step = StepResults()
         results = self.transfer.results(wait_s)
-        self._idle_steps = self._idle_steps + 1 if is_idle and not results else 0
+        if not results:
+            self._idle_steps += 1
+            return NOTHING
+        self._idle_steps = 0
+        step = StepResults()
         for result in results:
             self._on_result(result)
             self._sort(result, step)

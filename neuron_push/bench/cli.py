@@ -164,19 +164,22 @@ def connector(
     bench_connector = import_extra("neuron_push.bench.connector", extra="bench")
     from rich.console import Console
 
+    def keep(report: dict[str, Any]) -> None:
+        """What is measured survives an interruption of the rest."""
+        if json_file is not None:
+            json_file.write_text(json.dumps(report, indent=1) + "\n")
+
     try:
         options = bench_connector.check_options(
             geometry=geometry, modes=mode, only=only, backend=backend, rounds=rounds,
             step_ms=step_ms, decode_step_ms=decode_step_ms, chunk_tokens=chunk_tokens, quick=quick,
         )  # fmt: skip
-        report = bench_connector.run(options, Console(highlight=False))
+        report = bench_connector.run(options, Console(highlight=False), keep)
     except ValueError as e:
         typer.echo(f"error: {e}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
     if report["failed"]:
         raise typer.Exit(1)
 

@@ -70,9 +70,12 @@ def check_options(
     )  # fmt: skip
 
 
-def run(options: Options, console: Console) -> dict[str, Any]:
-    """Measures and prints; the answer is the JSON report."""
-    report: dict[str, Any] = {
+Report = dict[str, Any]
+
+
+def run(options: Options, console: Console, keep: Callable[[Report], None]) -> Report:
+    """Measures and prints. ``keep`` is handed the report after every measurement."""
+    report: Report = {
         **describe_machine(),
         "geometry": options.geometry.name,
         "kv_bytes_per_token": options.geometry.bytes_per_token,
@@ -101,8 +104,9 @@ def run(options: Options, console: Console) -> dict[str, Any]:
             except BenchError as e:
                 report["failed"].append(f"{name}: {mode}: {e}")
                 console.print(f"failed: {name}: {mode}: {e}", markup=False)
+            report["ratios"] = compare(report["results"])
+            keep(report)
             progress.advance(task)
-    report["ratios"] = compare(report["results"])
     _show(report, console)
     return report
 
@@ -149,15 +153,19 @@ def measure_handover(options: Options, mode: str) -> dict[str, Any]:
 
 
 def measure_hooks(options: Options, mode: str) -> dict[str, Any]:
-    """The hooks' time on the calling thread, a step, with 32 requests open on both sides."""
+    """The hooks' time on the calling thread, a step, with 32 requests open on both sides.
+
+    Always so many: when one is over the next arrives.
+    """
     pool_tokens = (options.geometry.num_blocks - 1) // NUM_OPEN * BLOCK_TOKENS
     num_tokens = min(1024, pool_tokens)
     with _couple(options, mode) as couple:
         tables, keys = _tables(options, None), Keys("k")
         couple.transfer(keys.take(), num_tokens, tables)
-        couple.reset()
-        for _ in range(1 if options.quick else options.rounds):
-            couple.transfer(keys.take(NUM_OPEN), num_tokens, tables)
+        count = NUM_OPEN * (1 + (1 if options.quick else options.rounds))
+        couple.transfer(
+            keys.take(count), num_tokens, tables, num_open=NUM_OPEN, reset_after=NUM_OPEN // 2
+        )
         counts = couple.read()
     return {"num_tokens": num_tokens, "num_open": NUM_OPEN, **_hooks(counts)}
 

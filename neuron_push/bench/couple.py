@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
@@ -33,6 +34,10 @@ class Life:
     @property
     def hand_over_s(self) -> float:
         return self.runnable_s - self.forward_end_s
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.forward_end_s and self.runnable_s and self.sent_s)
 
 
 @dataclass
@@ -113,22 +118,31 @@ class Couple:
 
     def transfer(
         self, keys: Sequence[str], num_tokens: int, tables: tuple[Tables, Tables],
-        timeout_s: float = 120.0, prefill: bool = True,
+        timeout_s: float = 120.0, num_open: int | None = None, reset_after: int | None = None,
     ) -> dict[str, Life]:  # fmt: skip
-        """All these requests at once; returns when D can run each and P's blocks are free."""
-        lives = {key: Life(added_s=time.monotonic()) for key in keys}
-        blocks = {key: (tables[0].take(num_tokens), tables[1].take(num_tokens)) for key in keys}
+        """Returns when D can run each of these requests, and P's blocks are free.
+
+        num_open: so many at a time, the next when one is over; else all at once.
+        reset_after: forget what was measured when so many are over.
+        """
+        lives: dict[str, Life] = {}
+        blocks: dict[str, tuple[list[int], list[int]]] = {}
+        waiting = deque(keys)
         pull = self.settings.mode == "vllm-pull"
 
         def load(key: str, params: dict[str, Any]) -> tuple[Any, ...]:
             return (f"cmpl-{key}-0-dddddddd", num_tokens, blocks[key][1], params)
 
-        if not pull:
-            self._pipes["d"].send(("add", [load(key, self._consumer(key)) for key in keys]))
-        if prefill:
+        def start(count: int) -> None:
+            new = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+            for key in new:
+                lives[key] = Life(added_s=time.monotonic())
+                blocks[key] = (tables[0].take(num_tokens), tables[1].take(num_tokens))
+            if new and not pull:
+                self._pipes["d"].send(("add", [load(key, self._consumer(key)) for key in new]))
             legs = [
                 (f"cmpl-{key}-0-aaaaaaaa", num_tokens, blocks[key][0], _producer(key))
-                for key in keys
+                for key in new
             ]
             self._pipes["p"].send(("add", legs))
 
@@ -141,14 +155,16 @@ class Couple:
                     self._pipes["d"].send(("add", [load(key, event[2])]))
                 return
             setattr(lives[key], f"{kind}_s", event[2])
+            if key in blocks and lives[key].is_over:
+                for table, taken in zip(tables, blocks.pop(key), strict=True):
+                    table.give(taken)
+                if len(lives) - len(blocks) == reset_after:
+                    self.reset()
+                if waiting:
+                    start(1)
 
-        def is_over() -> bool:
-            return all(life.runnable_s and life.sent_s for life in lives.values())
-
-        self._watch(on_event, is_over, timeout_s)
-        for source, target in reversed(blocks.values()):
-            tables[0].give(source)
-            tables[1].give(target)
+        start(num_open or len(keys))
+        self._watch(on_event, lambda: not (blocks or waiting), timeout_s)
         return lives
 
     def _consumer(self, key: str) -> dict[str, Any]:

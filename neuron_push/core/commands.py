@@ -1,13 +1,16 @@
 """What the engine's threads tell the transfer thread, and what it tells them.
 
 The scheduler half of the connector makes these, vLLM carries them to the workers inside the
-step's metadata, and the worker half hands them on unchanged. All are plain picklable data.
+step's metadata, and the worker half hands them on unchanged. All are plain picklable data, and
+msgspec's, because the engine's threads make, pickle and read them between two forwards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from neuron_push.core.messages import Reason
 from neuron_push.core.session import Outcome, Prompt
@@ -23,8 +26,7 @@ class Marker(Protocol):
         """Wait for that, at most `timeout_s`, without the interpreter lock; what `done` says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """Where a consumer's producer is, as the router told it."""
 
     host: str
@@ -39,8 +41,7 @@ class Target:
 # ------------------------------------------------------------ producer
 
 
-@dataclass(frozen=True, slots=True)
-class BeginProducer:
+class BeginProducer(msgspec.Struct, frozen=True):
     """A prefill whose KV somebody will want has been scheduled for the first time."""
 
     request_id: str
@@ -48,8 +49,7 @@ class BeginProducer:
     prompt: Prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """One producer request in one step.
 
     ``new_blocks[g]`` are appended to the request's table of group ``g``; with ``replace`` they
@@ -63,23 +63,20 @@ class Progress:
     final_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(msgspec.Struct, frozen=True):
     """The work of one step has been submitted to the device."""
 
     progress: tuple[Progress, ...]
     marker: Marker
 
 
-@dataclass(frozen=True, slots=True)
-class FinishProducer:
+class FinishProducer(msgspec.Struct, frozen=True):
     """The engine has finished the request and holds its blocks until SENT is reported."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class FailProducer:
+class FailProducer(msgspec.Struct, frozen=True):
     """The producer's request failed. ``held``: its blocks wait for SENT."""
 
     request_id: str
@@ -92,8 +89,7 @@ class FailProducer:
 # ------------------------------------------------------------ consumer
 
 
-@dataclass(frozen=True, slots=True)
-class AnnounceConsumer:
+class AnnounceConsumer(msgspec.Struct, frozen=True):
     """A request that will want KV has arrived: meet its producer now."""
 
     request_id: str
@@ -101,8 +97,7 @@ class AnnounceConsumer:
     target: Target
 
 
-@dataclass(frozen=True, slots=True)
-class OpenConsumer:
+class OpenConsumer(msgspec.Struct, frozen=True):
     """Blocks are allocated: register them with the producer.
 
     Tokens ``[first_token, end_token)`` are wanted (empty: nothing, the producer may free its
@@ -119,8 +114,7 @@ class OpenConsumer:
     blocks: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FailConsumer:
+class FailConsumer(msgspec.Struct, frozen=True):
     """The request cannot be loaded, for a reason known before anything was sent.
 
     ``blocks[g]`` are those that the load would have filled.
@@ -132,8 +126,7 @@ class FailConsumer:
     blocks: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AbortConsumer:
+class AbortConsumer(msgspec.Struct, frozen=True):
     """The engine gave the request up; its blocks wait for RELEASED if it was opened."""
 
     request_id: str
@@ -155,8 +148,7 @@ Command = (
 # ------------------------------------------------------------ answers
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """What became of a request on this rank. The numbers are 0 on FAILED and RELEASED."""
 
     request_id: str

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from neuron_push.core.agent import AgentAbandonedError
 from neuron_push.core.commands import Command, Counters, Result
 from neuron_push.core.rank import Inbox, RankLoop, RankSetup, RebuildError, Suspend
+from neuron_push.core.wake import Wake
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class TransferThread:
         self._setup = setup
         self._inbox = Inbox()
         self._results: deque[Result] = deque()
-        self._wake = threading.Event()
-        self._result_ready = threading.Event()
+        self._wake = Wake()
+        self._result_ready = Wake()
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._is_up = threading.Event()
@@ -54,6 +55,10 @@ class TransferThread:
         """How many agents had to be given up since start."""
         return len(self._abandoned)
 
+    @property
+    def has_results(self) -> bool:
+        return bool(self._results)
+
     # ------------------------------------------------------------ the engine's thread
 
     def start(self) -> None:
@@ -67,8 +72,7 @@ class TransferThread:
     def submit(self, commands: Sequence[Command]) -> None:
         if commands:
             self._inbox.commands.extend(commands)
-            if not self._wake.is_set():  # setting an event takes a lock, and the step's time
-                self._wake.set()
+            self._wake.set()
 
     def suspend(self, request_ids: tuple[str, ...], timeout_s: float) -> bool:
         """Stop writing from these requests' blocks, and wait until nothing reads them any more.
@@ -133,7 +137,6 @@ class TransferThread:
                     pause_s = 0.1
                 if pause_s > 0:
                     self._wake.wait(pause_s)
-                    self._wake.clear()
             loop.tear_down()
         except AgentAbandonedError:
             logger.info("rank %d: a NIXL call that was given up has returned", self._setup.rank)
