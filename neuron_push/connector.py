@@ -207,7 +207,6 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._worker = PushWorker(
                 setup,
                 device,
-                early_failures=compat.TransferResults is not None,
                 idle_wait_s=config.idle_wait_ms / 1000,
                 on_result=self._on_result,
             )
@@ -269,6 +268,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         step = self._worker.take_results() if self._worker is not None else NOTHING
         if step is NOTHING:  # nearly every step
             return self._no_results
+        self._invalid_blocks = step.invalid_blocks
         return compat.make_results(step.sent, step.received, step.failed)
 
     @functools.cached_property

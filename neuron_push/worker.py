@@ -51,8 +51,12 @@ NOTHING = StepResults()
 class PushWorker:
     """One rank.
 
-    early_failures: vLLM can be told of a failed load before its blocks are safe to free
-    (0.30 on); else failure and release are reported together, with the blocks that failed.
+    A load that fails is told at once, so that its client need not wait, and its end only when no
+    WRITE can land in its blocks. Of the two ways to tell, the failed blocks come first: vLLM's
+    executor for several processes holds ``failed_recving`` (0.30 on) back until the end of the
+    load is reported too, which after a peer's death is a quarantine later. Blocks name a request
+    only where there is one KV cache group.
+
     on_result: sees every result, for metrics.
     """
 
@@ -61,18 +65,17 @@ class PushWorker:
         setup: RankSetup,
         device: DeviceBackend,
         *,
-        early_failures: bool,
         idle_wait_s: float,
         on_result: Callable[[Result], None],
     ) -> None:
         self._device = device
-        self._early_failures = early_failures
         self._idle_wait_s = idle_wait_s
         self._on_result = on_result
         self._plan: StepPlan | None = None
         self._idle_steps = 0
         self._handled_preemptions: StepPlan | None = None
-        # Loads that vLLM waits for -> their blocks, where a failure can be told by those.
+        # Loads that vLLM waits for -> their blocks, where a failure can be told by those. Never
+        # the null block: it is in other requests' tables, too.
         self._loads: dict[str, tuple[int, ...]] = {}
         self._aborted: set[str] = set()  # of these
         self._silent: set[str] = set()  # asked for nothing: vLLM waits for no report
@@ -96,7 +99,8 @@ class PushWorker:
                 if isinstance(command, OpenConsumer) and command.first_token == command.end_token:
                     self._silent.add(command.request_id)
                 else:
-                    self._loads[command.request_id] = blocks[0] if len(blocks) == 1 else ()
+                    named = blocks[0] if len(blocks) == 1 else ()
+                    self._loads[command.request_id] = tuple(id for id in named if id)
             elif isinstance(command, AbortConsumer) and command.request_id in self._loads:
                 self._aborted.add(command.request_id)
         commands = plan.before
@@ -174,11 +178,13 @@ class PushWorker:
             return  # it failed before it had blocks (a long queue): vLLM has yet to ask for it
         was_aborted = request_id in self._aborted
         if result.outcome is Outcome.FAILED:
-            if self._early_failures and not was_aborted:
+            if was_aborted:
+                return  # its blocks could be somebody else's by the time their ids are read
+            if blocks := self._loads[request_id]:
+                step.invalid_blocks.update(blocks)
+            else:
                 step.failed.add(request_id)
             return
-        blocks = self._loads.pop(request_id)
+        del self._loads[request_id]
         self._aborted.discard(request_id)
         step.received.add(request_id)
-        if result.outcome is Outcome.RELEASED and not self._early_failures and not was_aborted:
-            step.invalid_blocks.update(blocks)

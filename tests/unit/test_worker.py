@@ -83,13 +83,12 @@ class Transfer:
 class Rank:
     """A PushWorker and its surroundings."""
 
-    def __init__(self, *, early: bool) -> None:
+    def __init__(self) -> None:
         self.device = Device()
         self.seen: list[Result] = []
         self.half = PushWorker(
             None,  # type: ignore[arg-type]
             self.device,  # type: ignore[arg-type]
-            early_failures=early,
             idle_wait_s=0.001,
             on_result=self.seen.append,
         )
@@ -143,7 +142,7 @@ NOTHING = StepResults()
 
 
 def test_commands_leave_before_the_forward_and_progress_after_it() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     begin = BeginProducer("a", "k", PROMPT)
     hit, chunk = Progress("a", ((1,),), True, 4), Progress("a", ((2,),), False, 8)
     rank.half.begin_step(plan(begin, ready=[hit], after=[chunk], is_idle=False))
@@ -162,14 +161,14 @@ def test_commands_leave_before_the_forward_and_progress_after_it() -> None:
 
 
 def test_a_forward_with_nothing_of_ours_tells_nothing() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     assert rank.step(plan(is_idle=False)) == NOTHING
     assert rank.transfer.told == []
 
 
 def test_results_before_wait_for_save_do_not_send_what_a_drafter_still_computes() -> None:
     """With speculative decoding runner V1 takes results before the drafter, and saves after."""
-    rank = Rank(early=True)
+    rank = Rank()
     rank.half.begin_step(plan(after=[Progress("a", ((1,),), False, 4)], is_idle=False))
     rank.device.num_submitted += 1  # the target model
     rank.half.take_results()
@@ -181,7 +180,7 @@ def test_results_before_wait_for_save_do_not_send_what_a_drafter_still_computes(
 
 
 def test_a_runner_that_never_saves_loses_nothing() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     chunk = Progress("a", ((1,),), False, 4)
     rank.half.begin_step(plan(after=[chunk], is_idle=False))
     rank.half.take_results()
@@ -192,7 +191,7 @@ def test_a_runner_that_never_saves_loses_nothing() -> None:
 
 
 def test_only_idle_steps_wait_for_results() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     rank.half.take_results()  # no metadata yet
     rank.step(plan(is_idle=False))
     rank.step(plan(is_idle=True))
@@ -202,7 +201,7 @@ def test_only_idle_steps_wait_for_results() -> None:
 @pytest.mark.parametrize("hooks", ["handle_preemptions, then bind", "bind only"])
 def test_preempted_requests_are_drained_once_and_first(hooks: str) -> None:
     """vllm-neuron never calls handle_preemptions."""
-    rank = Rank(early=True)
+    rank = Rank()
     step = plan(BeginProducer("b", "k", PROMPT), preempted=("a",), is_idle=False)
     if hooks != "bind only":
         rank.half.drain_preempted(step)
@@ -214,7 +213,7 @@ def test_preempted_requests_are_drained_once_and_first(hooks: str) -> None:
 
 
 def test_writes_that_do_not_drain_are_reported_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     rank.transfer.drains = False
     rank.half.begin_step(plan(preempted=("a",)))
     assert "requests ['a'] were preempted" in caplog.text
@@ -223,9 +222,8 @@ def test_writes_that_do_not_drain_are_reported_by_name(caplog: pytest.LogCapture
 # ------------------------------------------------------------------ what vLLM is told
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_load_that_succeeds(early: bool) -> None:
-    rank = Rank(early=early)
+def test_a_load_that_succeeds() -> None:
+    rank = Rank()
     assert rank.step(plan(AnnounceConsumer("a", "k", TARGET))) == NOTHING
     assert rank.step(plan(load("a"))) == NOTHING
     assert rank.step(plan(), received("a")) == StepResults(received={"a"})
@@ -234,62 +232,68 @@ def test_a_load_that_succeeds(early: bool) -> None:
     assert rank.is_forgotten()
 
 
-def test_a_load_that_fails_where_early_failures_are_known() -> None:
-    rank = Rank(early=True)
-    rank.step(plan(load("a")))
-    assert rank.step(plan(), failed("a")) == StepResults(failed={"a"})
+def test_a_load_that_fails_is_told_at_once_and_ends_when_nothing_can_land() -> None:
+    rank = Rank()
+    rank.step(plan(load("a", (4, 5, 6))))
+    assert rank.step(plan(), failed("a")) == StepResults(invalid_blocks={4, 5, 6})
+    assert rank.step(plan()) == NOTHING
     assert rank.step(plan(), released("a")) == StepResults(received={"a"})
     assert rank.is_forgotten()
 
 
 def test_failed_and_released_in_one_step() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     rank.step(plan(load("a")))
-    both = StepResults(failed={"a"}, received={"a"})
+    both = StepResults(invalid_blocks={1, 2, 3}, received={"a"})
     assert rank.step(plan(), failed("a"), released("a")) == both
     assert rank.step(plan(AbortConsumer("a"))) == NOTHING  # vLLM finishes it with an error
     assert rank.is_forgotten()
 
 
-def test_a_load_that_fails_before_vllm_0_30() -> None:
-    """Nothing until no WRITE can land; then its end and its blocks together."""
-    rank = Rank(early=False)
-    rank.step(plan(load("a", (4, 5, 6))))
-    assert rank.step(plan(), failed("a")) == NOTHING
-    told = StepResults(received={"a"}, invalid_blocks={4, 5, 6})
-    assert rank.step(plan(), released("a")) == told
+def test_vllm_finishes_a_failed_request_before_its_blocks_are_safe() -> None:
+    rank = Rank()
+    rank.step(plan(load("a")))
+    rank.step(plan(), failed("a"))
+    assert rank.step(plan(AbortConsumer("a"))) == NOTHING
+    assert rank.step(plan(), released("a")) == StepResults(received={"a"})
     assert rank.is_forgotten()
 
 
-def test_bad_parameters_before_vllm_0_30() -> None:
+def test_the_null_block_is_never_blamed() -> None:
+    """It stands in the tables of other requests, which vLLM would fail, too."""
+    rank = Rank()
+    rank.step(plan(load("a", (0, 0, 6))))
+    assert rank.step(plan(), failed("a")) == StepResults(invalid_blocks={6})
+
+
+def test_several_groups_have_no_block_ids_of_their_own() -> None:
+    rank = Rank()
+    rank.step(plan(load("a", (4, 5, 6), (4, 7))))
+    assert rank.step(plan(), failed("a")) == StepResults(failed={"a"})
+    assert rank.step(plan(), released("a")) == StepResults(received={"a"})
+    assert rank.is_forgotten()
+
+
+def test_bad_parameters() -> None:
     """Without blocks named, vLLM would answer from what happened to be in them."""
-    rank = Rank(early=False)
+    rank = Rank()
     command = FailConsumer("a", Reason.BAD_PARAMS, "no", ((7, 8),))
     told = StepResults(received={"a"}, invalid_blocks={7, 8})
     assert rank.step(plan(command), failed("a"), released("a")) == told
-
-
-def test_bad_parameters_later() -> None:
-    rank = Rank(early=True)
-    command = FailConsumer("a", Reason.BAD_PARAMS, "no", ((7, 8),))
-    told = StepResults(received={"a"}, failed={"a"})
-    assert rank.step(plan(command), failed("a"), released("a")) == told
     assert rank.is_forgotten()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_aborted_load_is_released_once_and_blames_no_block(early: bool) -> None:
+def test_an_aborted_load_is_released_once_and_blames_no_block() -> None:
     """Its request is over: block ids could be somebody else's by the time they are read."""
-    rank = Rank(early=early)
+    rank = Rank()
     rank.step(plan(load("a")))
     assert rank.step(plan(AbortConsumer("a"))) == NOTHING
     assert rank.step(plan(), released("a")) == StepResults(received={"a"})
     assert rank.is_forgotten()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_abort_that_crosses_a_failure(early: bool) -> None:
-    rank = Rank(early=early)
+def test_an_abort_that_crosses_a_failure() -> None:
+    rank = Rank()
     rank.step(plan(load("a")))
     told = StepResults(received={"a"})
     assert rank.step(plan(AbortConsumer("a")), failed("a"), released("a")) == told
@@ -297,23 +301,22 @@ def test_an_abort_that_crosses_a_failure(early: bool) -> None:
 
 
 def test_an_abort_that_crosses_success() -> None:
-    rank = Rank(early=False)
+    rank = Rank()
     rank.step(plan(load("a")))
     assert rank.step(plan(AbortConsumer("a")), received("a")) == StepResults(received={"a"})
     assert rank.is_forgotten()
 
 
 def test_aborted_before_it_had_blocks() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     rank.step(plan(AnnounceConsumer("a", "k", TARGET)))
     assert rank.step(plan(AbortConsumer("a"))) == NOTHING
     assert rank.is_forgotten()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_nothing_wanted_nothing_reported(early: bool) -> None:
+def test_nothing_wanted_nothing_reported() -> None:
     """vLLM asserts that it waits for a load that is reported."""
-    rank = Rank(early=early)
+    rank = Rank()
     assert rank.step(plan(load("a", (), end=0)), received("a")) == NOTHING
     rank.step(plan(load("b", (), end=0)))
     assert rank.step(plan(), failed("b")) == NOTHING
@@ -321,10 +324,9 @@ def test_nothing_wanted_nothing_reported(early: bool) -> None:
     assert rank.is_forgotten()
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_a_load_that_ends_while_its_request_is_queued(early: bool) -> None:
+def test_a_load_that_ends_while_its_request_is_queued() -> None:
     """request_timeout_s counts from arrival: vLLM has asked for nothing yet."""
-    rank = Rank(early=early)
+    rank = Rank()
     rank.step(plan(AnnounceConsumer("a", "k", TARGET)))
     assert rank.step(plan(), failed("a"), released("a")) == NOTHING
     assert rank.step(plan(load("a"))) == NOTHING
@@ -332,19 +334,19 @@ def test_a_load_that_ends_while_its_request_is_queued(early: bool) -> None:
 
 
 def test_several_groups_have_no_blocks_to_blame() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     rank.step(plan(load("a", (1, 2), (3,))))
     told = StepResults(received={"a"}, failed={"a"})
     assert rank.step(plan(), failed("a"), released("a")) == told
 
 
 def test_sent_is_passed_on() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     assert rank.step(plan(), sent("a"), sent("b")) == StepResults(sent={"a", "b"})
 
 
 def test_a_thread_that_hangs_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     rank.half.shutdown()
     assert not caplog.text
     rank.transfer.ends = False
@@ -353,6 +355,6 @@ def test_a_thread_that_hangs_is_reported(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_markers_are_those_of_step_done() -> None:
-    rank = Rank(early=True)
+    rank = Rank()
     rank.step(plan(after=[Progress("a", ((1,),), True, 4)], is_idle=False))
     assert isinstance(rank.transfer.told[0], StepDone)
