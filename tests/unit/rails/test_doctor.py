@@ -469,7 +469,7 @@ SCENARIOS: list[tuple[str, str, str, Scenario]] = [
     ("R39", "info", "in batches", with_host(nixl_versions={"nixl": "1.4.1"})),
     ("R40", "fail", "nrt_get_attached_efa_bdf", changed(old_runtime, TRN2)),
     ("R41", "info", "left by rdmap85s0", with_counters(rdma_write_bytes=5 << 30)),
-    ("R42", "warn", "not paired", crossed_cards),
+    ("R42", "warn", "the rails are", crossed_cards),
     ("R43", "info", "is not told", changed(no_numa)),
     ("R44", "warn", "against the table", changed(wrong_switch)),
     ("R45", "info", "all 16 NICs", lambda: situation(healthy(TRN2))),
