@@ -10,12 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from neuron_push import __version__
 from neuron_push.extras import MissingExtraError
+
+if TYPE_CHECKING:
+    from neuron_push.rails.doctor_base import PeerRails
 
 
 def _router(app: typer.Typer) -> None:
@@ -43,9 +46,17 @@ def _rails(app: typer.Typer) -> None:
 
 
 def _doctor(app: typer.Typer) -> None:
+    from neuron_push.rails import commands
     from neuron_push.rails.cli import doctor
 
+    commands.peer_rails_fetcher = _fetch_peer_rails
     app.command("doctor")(doctor)
+
+
+def _fetch_peer_rails(address: str, key_file: Path | None) -> PeerRails:
+    from neuron_push.peer_rails import fetch_peer_rails
+
+    return fetch_peer_rails(address, key_file)
 
 
 def _keygen(app: typer.Typer) -> None:

@@ -29,9 +29,10 @@ from neuron_push.core.oncepermin import OncePerMinute
 from neuron_push.core.shop import Limits
 from neuron_push.core.sidechannel import SideChannel
 from neuron_push.core.transfer import RankSetup
+from neuron_push.devices import near
 from neuron_push.devices.host import request_amx_permission
 from neuron_push.devices.start import confirm_device, explained, start_device
-from neuron_push.fit import explain_cards
+from neuron_push.fit import explain_cards, remark_on_rails
 from neuron_push.metrics import PushStats, make_prom_metrics
 from neuron_push.scheduler import PushScheduler, StepPlan
 from neuron_push.spin import let_readers_sleep, note_step
@@ -150,6 +151,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             num_ranks=self._tp_size * self._pp_size,
             make_card=make_card,
             judge=explain_cards,
+            remarks=remark_on_rails,
             handshake_timeout_s=self._config.handshake_timeout_s,
             keys=load_keys(Path(key_file)) if key_file else None,
         )
@@ -197,6 +199,9 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             verify=config.verify_kv,
             read_memory=device.read_memory,
             confirm=lambda agent: confirm_device(device, agent, config.rail_policy),
+            describe_rails=lambda: near.rails_card(
+                rank, device.locality(layout.regions[0]).pci_address, config.backends[0]
+            ),
         )
         try:
             self._worker = PushWorker(

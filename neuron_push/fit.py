@@ -1,9 +1,11 @@
-"""Whether two engines can exchange KV at all: the judgement both make when they meet."""
+"""Whether two engines can exchange KV at all, and what slows them: judged when they meet."""
 
 from __future__ import annotations
 
 from neuron_push.core.messages import EngineCard, explain_misfit
 from neuron_push.core.pairing import same_shape
+from neuron_push.rails.card import compare_cards, decode_card
+from neuron_push.rails.errors import RailsError
 
 
 def explain_cards(mine: EngineCard, theirs: EngineCard) -> str | None:
@@ -35,3 +37,21 @@ def explain_cards(mine: EngineCard, theirs: EngineCard) -> str | None:
         if differs is not None:
             return f"engines {us.engine_id!r} and {them.engine_id!r}, rank {index}: {differs}"
     return None
+
+
+def remark_on_rails(mine: EngineCard, theirs: EngineCard) -> list[str]:
+    """What makes KV between the two slow, one sentence for each kind of difference.
+
+    Ranks are compared with the ranks of the same number. A rank without a rails card, or with
+    one that does not decode, is passed over: this is advice.
+    """
+    found: dict[str, str] = {}
+    for ours, other in {(a.rails, b.rails) for a, b in zip(mine.ranks, theirs.ranks, strict=False)}:
+        try:
+            differences = compare_cards(decode_card(ours), decode_card(other))
+        except RailsError:
+            continue
+        for one in differences:
+            if one.level != "info":
+                found.setdefault(one.check, f"{one.words}: {one.why}. Mend: {one.mend}")
+    return list(found.values())

@@ -21,7 +21,7 @@ def engine_main(pipe: Connection, spec: EngineSpec) -> None:
     prepare_process(spec)
     logging.getLogger("nixl").setLevel(logging.WARNING)
     try:
-        child = _Child(pipe, spec)
+        child = Child(pipe, SimEngine(spec))
         pipe.send(("up",))
         child.serve()
     except (EOFError, KeyboardInterrupt):
@@ -30,10 +30,10 @@ def engine_main(pipe: Connection, spec: EngineSpec) -> None:
         pipe.send(("error", f"{spec.name}:\n{traceback.format_exc()}"))
 
 
-class _Child:
-    def __init__(self, pipe: Connection, spec: EngineSpec) -> None:
+class Child:
+    def __init__(self, pipe: Connection, engine: SimEngine) -> None:
         self._pipe = pipe
-        self._engine = SimEngine(spec)
+        self._engine = engine
         self._raw: Any = None
         self._peer = ""
 
@@ -43,15 +43,19 @@ class _Child:
             # An engine with nothing to do waits for its input; one with work looks at it.
             idle = not (engine.has_requests or engine.spec.busy_step_s)
             while self._pipe.poll(0.02 if idle else 0):
-                if not self._command(*self._pipe.recv()):
+                if not self.command(*self._pipe.recv()):
                     engine.close()
                     return
                 idle = False
             if not idle or engine.scheduler.has_pending_push_work():
                 for event in engine.step():
-                    self._pipe.send(event)
+                    self.tell(event)
 
-    def _command(self, name: str, *arguments: Any) -> bool:
+    def tell(self, event: tuple[Any, ...]) -> None:
+        """What has happened in a step."""
+        self._pipe.send(event)
+
+    def command(self, name: str, *arguments: Any) -> bool:
         engine = self._engine
         if name == "end":
             return False

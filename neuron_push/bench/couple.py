@@ -139,9 +139,11 @@ class Couple:
                 lives[key] = Life(added_s=time.monotonic())
                 blocks[key] = (tables[0].take(num_tokens), tables[1].take(num_tokens))
             if new and not pull:
-                self._pipes["d"].send(("add", [load(key, self._consumer(key)) for key in new]))
+                p = self.specs["p"]
+                asked = {key: consumer_params(key, p, f"cmpl-{key}-0-aaaaaaaa") for key in new}
+                self._pipes["d"].send(("add", [load(key, asked[key]) for key in new]))
             legs = [
-                (f"cmpl-{key}-0-aaaaaaaa", num_tokens, blocks[key][0], _producer(key))
+                (f"cmpl-{key}-0-aaaaaaaa", num_tokens, blocks[key][0], producer_params(key))
                 for key in new
             ]
             self._pipes["p"].send(("add", legs))
@@ -166,14 +168,6 @@ class Couple:
         start(num_open or len(keys))
         self._watch(on_event, lambda: not (blocks or waiting), timeout_s)
         return lives
-
-    def _consumer(self, key: str) -> dict[str, Any]:
-        p = self.specs["p"]
-        return {
-            "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": key,
-            "remote_engine_id": p.name, "remote_host": "127.0.0.1", "remote_port": p.port,
-            "tp_size": 1, "pp_size": 1, "remote_request_id": f"cmpl-{key}-0-aaaaaaaa",
-        }  # fmt: skip
 
     def _watch(
         self, on_event: Callable[[str, tuple[Any, ...]], None], is_over: Callable[[], bool],
@@ -243,7 +237,17 @@ class Couple:
         return message
 
 
-def _producer(key: str) -> dict[str, Any]:
+def consumer_params(key: str, p: EngineSpec, remote_request_id: str) -> dict[str, Any]:
+    """D's leg of a request; a router that knows P's own request id names it."""
+    return {
+        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": key,
+        "remote_engine_id": p.name, "remote_host": "127.0.0.1", "remote_port": p.port,
+        "tp_size": 1, "pp_size": 1, "remote_request_id": remote_request_id,
+    }  # fmt: skip
+
+
+def producer_params(key: str) -> dict[str, Any]:
+    """P's leg of a request."""
     return {
         "do_remote_decode": True, "do_remote_prefill": False, "transfer_id": key,
         "remote_engine_id": None, "remote_host": None, "remote_port": None,

@@ -352,11 +352,15 @@ class SimEngine:
             one = self._waiting.pop(request_id)
             kind = "failed" if request_id in failed else "runnable"
             events.append((kind, request_id, now_s))
-            from vllm.v1.request import RequestStatus
+            self._end_load(one)
 
-            one.request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-            self._finished.add(request_id)
-            self.scheduler.request_finished_all_groups(one.request, (one.blocks,))
+    def _end_load(self, one: SimRequest) -> None:
+        """D's request is over as soon as it can run."""
+        from vllm.v1.request import RequestStatus
+
+        one.request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self._finished.add(one.request.request_id)
+        self.scheduler.request_finished_all_groups(one.request, (one.blocks,))
 
     def _keep(self, stats: Any) -> None:
         """Descriptors and bytes that left (push) or came (pull)."""

@@ -26,6 +26,8 @@ WIRE_VERSION: Final = 1
 
 MAX_NOTIFICATION_BYTES: Final = 4 << 20
 MAX_CARD_BYTES: Final = 64 << 20
+MAX_RAILS_BYTES: Final = 4096
+MAX_RANKS: Final = 4096
 MAX_KEY_CHARS: Final = 256
 MAX_BLOCKS: Final = 1 << 20
 """Blocks one registration may name per group: 16 million tokens at 16 tokens a block."""
@@ -293,6 +295,9 @@ class RankCard(msgspec.Struct, frozen=True):
     backend: str
     nixl_metadata: bytes
     layout: KvLayout
+    rails: bytes = b""
+    """What the rank says of its NICs and fabric, in the words of neuron_push.rails; may be
+    missing. Carried here, not read."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -359,13 +364,25 @@ class IAm(msgspec.Struct, frozen=True, tag="iam"):
     identity: Identity
 
 
+class WhichRails(msgspec.Struct, frozen=True, tag="which_rails"):
+    """The doctor asks for every rank's rails card."""
+
+
+class TheseRails(msgspec.Struct, frozen=True, tag="rails"):
+    """``cards[rank]`` is that rank's :attr:`RankCard.rails`; ``time_s`` the callee's clock now."""
+
+    identity: Identity
+    cards: tuple[bytes, ...]
+    time_s: float
+
+
 class NotReady(msgspec.Struct, frozen=True, tag="notready"):
     """The engine is still starting; ask again."""
 
     sentence: str
 
 
-SideMessage = Hello | Welcome | Refuse | WhoAreYou | IAm | NotReady
+SideMessage = Hello | Welcome | Refuse | WhoAreYou | IAm | WhichRails | TheseRails | NotReady
 
 _side_decoder: msgspec.msgpack.Decoder[SideMessage] = msgspec.msgpack.Decoder(SideMessage)
 _SIDE_MAGIC: Final = b"NPS"
@@ -389,7 +406,17 @@ def decode_side(blob: bytes) -> SideMessage:
         raise MessageError(f"side-channel message does not decode: {e}") from e
     if isinstance(message, Hello | Welcome):
         _validate_card(message.card, message.secret)
+    elif isinstance(message, TheseRails):
+        if len(message.cards) > MAX_RANKS:
+            raise MessageError(f"rails of {len(message.cards)} ranks, expected {MAX_RANKS} at most")
+        for i, rails in enumerate(message.cards):
+            _check_rails(f"rails.cards[{i}]", rails)
     return message
+
+
+def _check_rails(where: str, rails: bytes) -> None:
+    if len(rails) > MAX_RAILS_BYTES:
+        raise MessageError(f"{where}: {len(rails)} bytes, expected {MAX_RAILS_BYTES} at most")
 
 
 def _validate_card(card: EngineCard, secret: bytes) -> None:
@@ -407,6 +434,7 @@ def _validate_card(card: EngineCard, secret: bytes) -> None:
             f"pp_size {identity.pp_size}"
         )
     for i, rank in enumerate(card.ranks):
+        _check_rails(f"card.ranks[{i}].rails", rank.rails)
         try:
             rank.layout.validate()
         except ValueError as e:

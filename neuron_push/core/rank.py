@@ -75,6 +75,7 @@ class RankSetup:
     make_agent: runs on the thread itself.
     confirm: looks at an agent that has registered the memory, on the thread; what it raises is
         what ``start`` raises.
+    describe_rails: the rank's rails card, asked for after that, on the thread. Never raises.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class RankSetup:
     verify: bool = False
     read_memory: ReadMemory = read_host_memory
     confirm: Callable[[Agent], None] | None = None
+    describe_rails: Callable[[], bytes] = bytes
 
 
 @dataclass
@@ -125,7 +127,9 @@ class RankLoop:
         agent.register(setup.layout.allocations, setup.layout.memory_type)
         if setup.confirm is not None:
             setup.confirm(agent)
-        card = RankCard(agent.name, agent.backend, agent.metadata(), setup.layout)
+        card = RankCard(
+            agent.name, agent.backend, agent.metadata(), setup.layout, setup.describe_rails()
+        )
         self.agent = agent
         self._shop = Shop(
             agent=agent,

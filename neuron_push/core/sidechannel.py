@@ -14,14 +14,14 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-import zmq.asyncio
 from zmq.auth.thread import ThreadAuthenticator
 
+from neuron_push.core.asking import SideChannelError
 from neuron_push.core.keys import SideKeys
 from neuron_push.core.knock import Knock
 from neuron_push.core.link import (
@@ -49,7 +49,9 @@ from neuron_push.core.messages import (
     RankCard,
     Refuse,
     SideMessage,
+    TheseRails,
     Welcome,
+    WhichRails,
     WhoAreYou,
     decode_side,
     encode_side,
@@ -62,10 +64,6 @@ POLL_TIMEOUT_S = 2.0
 """How long a rank may take to confirm that it polls: one NIXL call, one Python step."""
 
 PROBE_TIMEOUT_S = 1.0
-
-
-class SideChannelError(Exception):
-    """Nobody there, or somebody else. The text is a sentence for an operator."""
 
 
 @dataclass
@@ -110,6 +108,11 @@ class _Answer:
 
 MakeCard = Callable[[Identity, tuple[RankCard, ...]], EngineCard]
 Judge = Callable[[EngineCard, EngineCard], str | None]
+Remarks = Callable[[EngineCard, EngineCard], Sequence[str]]
+
+
+def _no_remarks(mine: EngineCard, theirs: EngineCard) -> Sequence[str]:
+    return ()
 
 
 class SideChannel:
@@ -121,6 +124,7 @@ class SideChannel:
     link_path: where our ranks find us.
     make_card: the engine's card, once all ``num_ranks`` rank cards are there.
     judge: (mine, theirs) -> why the two do not fit, or None.
+    remarks: (mine, theirs) -> what fits, but an operator should know; logged as warnings.
     """
 
     def __init__(
@@ -133,8 +137,10 @@ class SideChannel:
         judge: Judge,
         handshake_timeout_s: float,
         keys: SideKeys | None = None,
+        remarks: Remarks = _no_remarks,
     ) -> None:
         self.identity = identity
+        self._remarks = remarks
         self._keys = keys
         self._num_ranks = num_ranks
         self._make_card = make_card
@@ -348,11 +354,11 @@ class SideChannel:
         if answer.missing or self._card is None:
             return
         del self._answers[message.ack]
-        theirs = answer.hello.card.identity
-        self._met(theirs)
+        self._met(self._card, answer.hello.card)
         self._say(answer.caller, Welcome(self._card, answer.secret))
 
-    def _met(self, theirs: Identity) -> None:
+    def _met(self, mine: EngineCard, card: EngineCard) -> None:
+        theirs = card.identity
         self._connected[theirs.engine_id] = theirs
         logger.info(
             "engine %s: met engine %s (incarnation %s, %s:%d)",
@@ -362,6 +368,15 @@ class SideChannel:
             theirs.host,
             theirs.port,
         )
+        for sentence in self._remarks(mine, card):
+            self._quiet.warning(
+                logger,
+                f"{theirs.engine_id} {sentence}",
+                "engine %s and engine %s: %s",
+                self.identity.engine_id,
+                theirs.engine_id,
+                sentence,
+            )
 
     # ------------------------------------------------------------ callers
 
@@ -385,8 +400,16 @@ class SideChannel:
                 ready = self._card is not None
                 identity = self._card.identity if self._card else self.identity
                 self._say(frames[0], IAm(msgspec.structs.replace(identity, ready=ready)))
+            elif isinstance(message, WhichRails):
+                self._say(frames[0], self._rails())
             elif isinstance(message, Hello):
                 self._hello(frames[0], message)
+
+    def _rails(self) -> SideMessage:
+        if self._card is None:
+            return NotReady(f"engine {self.identity.engine_id!r} is starting")
+        cards = tuple(rank.rails for rank in self._card.ranks)
+        return TheseRails(self._card.identity, cards, time.time())
 
     def _hello(self, caller: bytes, hello: Hello) -> None:
         theirs = hello.card.identity
@@ -558,7 +581,7 @@ class SideChannel:
             self._fail_dial(dial, sentence, poller)
             return True
         # Whoever it is, it has met us by now, and speaks under the new secrets.
-        self._met(theirs)
+        self._met(self._card, message.card)
         self._tell_ranks(MeetPeer(self._card, message.card, dial.secret, message.secret))
         if dial.engine_id and dial.engine_id != theirs.engine_id:
             self._fail_dial(
@@ -588,37 +611,3 @@ class SideChannel:
 
 def _address(identity: Identity) -> str:
     return f"{identity.host}:{identity.port}"
-
-
-async def ask_identity(
-    host: str, port: int, timeout_s: float, keys: SideKeys | None = None
-) -> Identity:
-    """Who is the engine at this side channel? Raises SideChannelError with a sentence."""
-    context = zmq.asyncio.Context.instance()
-    socket = context.socket(zmq.DEALER)
-    if keys is not None:
-        keys.protect_client(socket)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
-    try:
-        try:
-            socket.connect(f"tcp://{host}:{port}")
-        except zmq.ZMQError as e:
-            raise SideChannelError(f"side channel address {host}:{port} cannot be used: {e}") from e
-        await socket.send(encode_side(WhoAreYou()))
-        if not await socket.poll(int(timeout_s * 1000)):
-            raise SideChannelError(
-                f"no neuron_push engine answers on side channel {host}:{port} within "
-                f"{timeout_s:g} s: is it up, does it run NeuronPushConnector, and has it the same "
-                "key file?"
-            )
-        frames = await socket.recv_multipart()
-        try:
-            message = decode_side(frames[-1])
-        except MessageError as e:
-            raise SideChannelError(f"{host}:{port} is no neuron_push side channel: {e}") from e
-        if not isinstance(message, IAm):
-            raise SideChannelError(f"{host}:{port} answered {type(message).__name__}, not IAm")
-        return message.identity
-    finally:
-        socket.close()

@@ -6,10 +6,13 @@ Locality, or no variable at all, never an error: the checks after registration s
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from neuron_push.devices.base import Locality
 from neuron_push.devices.checks import Check
+
+logger = logging.getLogger(__name__)
 
 
 def select() -> Any:
@@ -89,3 +92,22 @@ def rails_taken(metadata: bytes) -> Check:
     if unknown:
         return Check("rails", "note", f"which rails NIXL took is not known: {unknown[0]}")
     return Check("rails", "ok", f"{len(checks)} registrations are on the rails that are near")
+
+
+def rails_card(rank: int, pci_address: str | None, nixl_backend: str) -> bytes:
+    """What this rank tells other engines and the doctor of its rails; empty if it cannot tell.
+
+    Logs one line with the rails. To be asked once NIXL has its backend: the card names the
+    libfabric that it loaded.
+    """
+    try:
+        from neuron_push import rails
+
+        selection = select()
+        logger.info(
+            "%s", rails.start_line(rank, rails.choice_for(selection, pci_address), selection)
+        )
+        return rails.encode_card(rails.card_for(selection, pci_address, backend=nixl_backend))
+    except Exception as e:
+        logger.warning("rank %d tells other engines nothing of its rails: %s", rank, e)
+        return b""

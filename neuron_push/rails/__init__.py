@@ -8,18 +8,17 @@ functions; each is loaded on first use, so importing this package costs nothing:
     selection = rails.select_here()                  # look at this machine, choose rails
     choice = rails.choice_for(selection, device)     # device: process-local number or PCI address;
                                                      # None is host memory
-    rails.enforce_choice("strict", choice)           # RailPolicyError: one sentence; `warn` returns
-                                                     # sentences, `off` an empty list
     os.environ |= rails.environment_for(device, selection=selection)
                                                      # before NIXL (and NCCL) start in this process
     ...                                              # make the agent, register KV memory
     checks = rails.compare_metadata(agent.get_agent_metadata(), selection)
-    for sentence in rails.enforce("strict", checks):
-        logger.warning(sentence)
+    bad = [check for check in checks if check.is_bad]
+    card = rails.encode_card(rails.card_for(selection, device, backend="LIBFABRIC"))
+                                                     # for the other end: compare_cards
 
 `rails.actuation_for(...)` also gives the backend's name and parameters and the reason of every
-setting. `rails.compare_log(lines)` checks a NIXL log instead of metadata. `rails.card_for(...)` and
-`rails.compare_cards(local, remote)` compare the two ends of a pair.
+setting. `rails.compare_log(lines)` checks a NIXL log instead of metadata. What follows from a bad
+check, `rail_policy` decides: `neuron_push.devices.start.confirm_device`.
 
 This package imports the standard library, msgspec, typer and rich only, and never NIXL: `verify`
 starts it in a child process.
@@ -36,18 +35,15 @@ if TYPE_CHECKING:
         choice_for,
         compare_log,
         compare_metadata,
-        enforce,
-        enforce_choice,
         environment_for,
         nics_by_gid,
         select_here,
         start_line,
     )
-    from .card import compare_cards
-    from .errors import RailPolicyError, RailsError
+    from .card import compare_cards, decode_card, encode_card
+    from .errors import RailsError
 
 __all__ = [
-    "RailPolicyError",
     "RailsError",
     "actuation_for",
     "card_for",
@@ -55,15 +51,20 @@ __all__ = [
     "compare_cards",
     "compare_log",
     "compare_metadata",
-    "enforce",
-    "enforce_choice",
+    "decode_card",
+    "encode_card",
     "environment_for",
     "nics_by_gid",
     "select_here",
     "start_line",
 ]
 
-_HOME_BY_NAME = {"compare_cards": "card", "RailPolicyError": "errors", "RailsError": "errors"}
+_HOME_BY_NAME = {
+    "RailsError": "errors",
+    "compare_cards": "card",
+    "decode_card": "card",
+    "encode_card": "card",
+}
 
 
 def __getattr__(name: str) -> object:

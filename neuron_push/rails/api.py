@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from . import bdf
-from .card import RailCard, make_card
+from .card import RailCard, host_token, make_card
 from .compare import RailCheck, compare_agent
 from .compare import compare_log as _compare_log
 from .environ_filter import relevant_environment
 from .environment import Actuation, actuate
-from .errors import RailPolicyError, RailsError
+from .errors import RailsError
+from .host_libraries import loaded_libfabric, nixl_versions
 from .log_parser import parse_log
 from .machine import look
 from .metadata import parse_metadata
@@ -26,7 +26,6 @@ from .select import Choice, Selection, select
 
 logger = logging.getLogger(__name__)
 
-RAIL_POLICIES = ("strict", "warn", "off")
 Device = int | str | None
 """A process-local number, a PCI address, or None for host memory."""
 
@@ -132,38 +131,6 @@ def nics_by_gid(root: Path = Path("/")) -> dict[str, str]:
     return found
 
 
-def enforce(policy: str, checks: Sequence[RailCheck]) -> list[str]:
-    """Apply `rail_policy` to checks; the answer is what to warn about, one sentence each.
-
-    strict raises RailPolicyError with one sentence if any check is bad; warn returns them; off
-    returns none.
-    """
-    if policy not in RAIL_POLICIES:
-        raise RailsError(f"rail_policy is {policy!r}; expected one of {', '.join(RAIL_POLICIES)}")
-    if policy == "off":
-        return []
-    sentences = [f"{check.what}: {check.words}" for check in checks if check.is_bad]
-    if policy == "strict" and sentences:
-        more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
-        raise RailPolicyError(
-            f"the rails are not as they should be: {sentences[0]}{more}; "
-            "run `neuron-push doctor`, or set rail_policy to warn to start nevertheless"
-        )
-    return sentences
-
-
-def enforce_choice(policy: str, choice: Choice | None) -> list[str]:
-    """The same before the agent exists, from the prediction alone."""
-    if choice is None or choice.is_good:
-        return enforce(policy, [])
-    wanted = [rail.name for rail in choice.rails]
-    actual = [rail.name for rail in choice.nixl_rails]
-    verdict = "all_rails" if choice.verdict == "all_rails" else "wrong"
-    what = f"{choice.kind} device {choice.pci_address}"
-    check = RailCheck(what, choice.pci_address, wanted, actual, len(actual), verdict, choice.words)
-    return enforce(policy, [check])
-
-
 def start_line(rank: int, choice: Choice | None, selection: Selection) -> str:
     """One line for a worker's log: rank, device, rails, what NIXL takes, source, verdict."""
     if choice is None:
@@ -179,22 +146,25 @@ def start_line(rank: int, choice: Choice | None, selection: Selection) -> str:
     )
 
 
-def card_for(selection: Selection, device: Device, *, same_host_token: str = "") -> RailCard:
-    """What the other end should know; compare with `rails.card.compare_cards`."""
+def card_for(selection: Selection, device: Device, *, backend: str | None = None) -> RailCard:
+    """What the other end should know of this process; compare with `rails.compare_cards`.
+
+    The libfabric named is the one that this process has loaded, if any.
+    """
+    host = selection.box.host
+    host.nixl_versions = host.nixl_versions or nixl_versions()
+    host.libfabric_version = host.libfabric_version or loaded_libfabric()
     choice = choice_for(selection, device)
-    return make_card(selection, choice, time_s=time.time(), same_host_token=same_host_token)
+    return make_card(selection, choice, backend=backend, same_host_token=host_token())
 
 
 __all__ = [
-    "RAIL_POLICIES",
     "Box",
     "actuation_for",
     "card_for",
     "choice_for",
     "compare_log",
     "compare_metadata",
-    "enforce",
-    "enforce_choice",
     "environment_for",
     "nics_by_gid",
     "select_here",

@@ -290,7 +290,13 @@ def doctor(
     instance_type: TypeOption = None,
     peer: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Side channel of the other end, to try."),
+        typer.Option(
+            metavar="HOST:PORT", help="Side channel of the other engine: try it, compare rails."
+        ),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Key file of the deployment, for --peer."),
     ] = None,
     peer_box: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Box of the other end, to compare with.")
@@ -310,13 +316,20 @@ def doctor(
     \b
     Examples:
       neuron-push doctor
-      neuron-push doctor --peer 10.0.0.7:5600 --peer-box peer.json
+      neuron-push doctor --peer 10.0.0.7:5600 --key-file keys.json
+      neuron-push doctor --peer-box peer.json
       neuron-push doctor --from box.json --json
     """
     from .commands import DoctorRequest
 
     request = DoctorRequest(
-        peer=peer, peer_box=peer_box, log=log, tensor_parallel=tp, strict=strict, info=info
+        peer=peer,
+        key_file=key_file,
+        peer_box=peer_box,
+        log=log,
+        tensor_parallel=tp,
+        strict=strict,
+        info=info,
     )
     reporting_errors(_doctor)(request, from_, root, instance_type, as_json)
 

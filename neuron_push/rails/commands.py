@@ -12,27 +12,29 @@ from pathlib import Path
 import msgspec
 
 from . import report
-from .card import RailCard
 from .compare import compare_log
+from .doctor_base import Peer, PeerRails, PeerSilence, Situation
 from .environment import Actuation, Setting, actuate
 from .errors import EXIT_COULD_NOT_LOOK, EXIT_GOOD, EXIT_PROBLEM, RailsError
 from .log_parser import read_log
 from .model import SCHEMA_VERSION, Box
 from .select import Choice, Selection, select
 
-PeerCardFetcher = Callable[[str], RailCard]
-"""Given HOST:PORT, fetch the other end's rail card; RailsError with a sentence if that fails.
+PeerRailsFetcher = Callable[[str, Path | None], PeerRails]
+"""Given HOST:PORT and a key file, fetch the other engine's rails cards; PeerSilence with a sentence
+if it gives none, RailsError if the question is wrong.
 
 This package knows no side channel. Whoever does (the main command) puts a function here, and
-`doctor --peer` then compares both cards.
+`doctor --peer` then compares the cards with this machine's.
 """
-peer_card_fetcher: PeerCardFetcher | None = None
+peer_rails_fetcher: PeerRailsFetcher | None = None
 
 
 class DoctorRequest(msgspec.Struct):
     """What `doctor` was asked beside the box."""
 
     peer: str | None = None
+    key_file: Path | None = None
     peer_box: Path | None = None
     log: Path | None = None
     tensor_parallel: int = 1
@@ -211,8 +213,6 @@ def run_doctor(box: Box, request: DoctorRequest, *, root: Path | None, as_json: 
     """Run all checks. `root` None means that the box comes from a file."""
     from . import doctor
     from .card import make_card
-    from .doctor_base import Situation
-    from .doctor_peer import split_peer, try_peer
     from .machine import read_box
     from .topology import Topology
     from .watch import read_counters
@@ -222,7 +222,6 @@ def run_doctor(box: Box, request: DoctorRequest, *, root: Path | None, as_json: 
         selection=selection,
         topology=Topology(box),
         log=read_log(request.log) if request.log is not None else None,
-        peer=request.peer,
         tensor_parallel=request.tensor_parallel,
     )
     if root is not None and box.nics:
@@ -235,18 +234,13 @@ def run_doctor(box: Box, request: DoctorRequest, *, root: Path | None, as_json: 
             situation.hwloc_xml = Path(os.environ["HWLOC_XMLFILE"]).read_bytes()
         except OSError:
             situation.hwloc_xml = b""
+    if request.key_file is not None and request.peer is None:
+        raise RailsError("--key-file is for --peer; expected both, or neither")
     if request.peer is not None:
-        split_peer(request.peer)
-        situation.peer_error = try_peer(request.peer)
-        if situation.peer_error is None and peer_card_fetcher is not None:
-            try:
-                situation.peer_card = peer_card_fetcher(request.peer)
-                situation.own_card = make_card(selection, None, time_s=time.time())
-            except RailsError as error:
-                situation.peer_error = str(error)
+        _ask_peer(situation, request.peer, request.key_file, root)
     if request.peer_box is not None:
-        situation.own_card = make_card(selection, None)
-        situation.peer_card = make_card(select(read_box(request.peer_box)), None)
+        theirs = make_card(select(read_box(request.peer_box)), None)
+        situation.pairs.append((make_card(selection, None), theirs))
     diagnosis = doctor.diagnose(situation)
     if as_json:
         sys.stdout.write(report.encode(doctor.document(diagnosis)))
@@ -255,3 +249,32 @@ def run_doctor(box: Box, request: DoctorRequest, *, root: Path | None, as_json: 
 
         doctor.print_diagnosis(diagnosis, console(), with_info=request.info)
     return diagnosis.exit_code(strict=request.strict)
+
+
+def _ask_peer(situation: Situation, name: str, key_file: Path | None, root: Path | None) -> None:
+    """Reach the other end, fetch its cards, and lay this machine's beside each."""
+    from .card import RailCard, expected_card, host_token
+    from .doctor_peer import has_gateway, split_peer, try_peer
+
+    split_peer(name)
+    peer = situation.peer = Peer(name, try_peer(name))
+    if root is not None:
+        peer.has_gateway = has_gateway(root, peer.reach.address)
+    if peer.reach.speaks != "zmq" or peer_rails_fetcher is None:
+        return
+    try:
+        peer.rails = peer_rails_fetcher(name, key_file)
+    except PeerSilence as silence:
+        peer.silence = (silence.kind, str(silence))
+        return
+    now_s = time.time() if root is not None else 0.0  # a captured box tells no time
+    token = host_token(root) if root is not None else ""
+    own: dict[str | None, RailCard] = {}
+    for theirs in peer.rails.cards.values():
+        if theirs.device not in own:
+            own[theirs.device] = expected_card(
+                situation.selection, theirs.device, same_host_token=token
+            )
+            own[theirs.device].time_s = now_s
+        theirs.time_s = peer.rails.time_s
+        situation.pairs.append((own[theirs.device], theirs))

@@ -14,7 +14,7 @@ from . import (
     doctor_peer,
     doctor_rails,
 )
-from .doctor_base import Check, Finding, Situation
+from .doctor_base import NOTHING, Check, Finding, Situation
 from .errors import EXIT_COULD_NOT_LOOK, EXIT_GOOD, EXIT_PROBLEM
 from .model import SCHEMA_VERSION
 
@@ -87,7 +87,8 @@ def print_diagnosis(diagnosis: Diagnosis, out: Console, *, with_info: bool = Tru
                 head, style=_STYLE_BY_LEVEL.get(finding.level, ""), markup=False, soft_wrap=True
             )
             out.print(f"             why:  {finding.why}", markup=False, soft_wrap=True)
-            out.print(f"             mend: {finding.mend}", markup=False, soft_wrap=True)
+            if finding.mend != NOTHING:
+                out.print(f"             mend: {finding.mend}", markup=False, soft_wrap=True)
     fails, warns = diagnosis.count("fail"), diagnosis.count("warn")
     if fails:
         out.print(

@@ -11,9 +11,3 @@ class RailsError(Exception):
     """Something could not be looked at. The message says what, where, and how to mend it."""
 
     exit_code = EXIT_COULD_NOT_LOOK
-
-
-class RailPolicyError(RailsError):
-    """The rails are wrong and `rail_policy: strict` asks to stop because of it."""
-
-    exit_code = EXIT_PROBLEM

@@ -6,6 +6,7 @@ a doctor must not.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -72,7 +73,7 @@ os.write(keep, json.dumps(answer).encode())
 
 def fill_libraries(host: Host) -> None:
     """NIXL's versions and plugins, the libraries they need, libfabric and its providers."""
-    host.nixl_versions = _nixl_versions()
+    host.nixl_versions = nixl_versions()
     paths = _plugin_paths()
     needed: dict[str, None] = {"libfabric.so.1": None, "libhwloc.so.15": None}
     facts = {path: read_elf(path) for path in paths}
@@ -103,7 +104,18 @@ def fill_libraries(host: Host) -> None:
         library.path = masked(library.path) if library.path else None
 
 
-def _nixl_versions() -> dict[str, str]:
+def loaded_libfabric() -> str | None:
+    """The version of the libfabric that this process has loaded already; None without one."""
+    try:
+        library = ctypes.CDLL("libfabric.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        value = int(library.fi_version())
+    except (OSError, AttributeError):
+        return None
+    return f"{value >> 16}.{value & 0xFFFF}"
+
+
+def nixl_versions() -> dict[str, str]:
+    """Installed NIXL distributions and their versions."""
     found = {}
     for name in NIXL_DISTRIBUTIONS:
         try:

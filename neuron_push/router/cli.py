@@ -99,8 +99,8 @@ def router(
             key_file=key_file,
         )
         server = import_extra("neuron_push.router.server", extra="router")
+        from neuron_push.core.asking import ask_identity
         from neuron_push.core.keys import KeyFileError, load_keys
-        from neuron_push.core.sidechannel import ask_identity
 
         try:
             keys = load_keys(Path(key_file)) if key_file else None

@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("nixl._api")
 
 from neuron_push.core.agent import NixlAgent
+from neuron_push.core.asking import SideChannelError, ask_identity
 from neuron_push.core.keys import load_keys, make_keys
 from neuron_push.core.messages import Reason
 from neuron_push.core.session import Outcome, Prompt
-from neuron_push.core.sidechannel import SideChannelError, ask_identity
 from tests.integration.engines import LIMITS, Engine, engines
 from tests.integration.test_push import fill, meet
 

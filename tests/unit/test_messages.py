@@ -36,7 +36,9 @@ from neuron_push.core.messages import (
     Seal,
     Segment,
     SideMessage,
+    TheseRails,
     Welcome,
+    WhichRails,
     WhoAreYou,
     decode_side,
     encode_side,
@@ -371,6 +373,8 @@ SIDE: list[SideMessage] = [
     Refuse("the models differ"),
     WhoAreYou(),
     IAm(identity()),
+    WhichRails(),
+    TheseRails(identity(tp_size=2), (b"\x80", b""), 1.5),
     NotReady("starting"),
 ]
 
@@ -386,6 +390,33 @@ def test_a_cut_side_message_is_refused(message: SideMessage) -> None:
     for length in range(len(blob)):
         with pytest.raises(MessageError):
             decode_side(blob[:length])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        TheseRails(identity(), (b"", b"x" * 4097), 0.0),
+        TheseRails(identity(), (b"",) * 4097, 0.0),
+        Hello(
+            card(ranks=(RankCard("p/0", "UCX", b"", layout(), b"x" * 4097),)),
+            SECRET,
+        ),
+    ],
+    ids=["one", "many", "hello"],
+)
+def test_rails_are_bounded(message: SideMessage) -> None:
+    with pytest.raises(MessageError, match="rails"):
+        decode_side(encode_side(message))
+
+
+def test_a_card_of_a_release_without_rails_is_a_card() -> None:
+    body = msgspec.msgpack.decode(encode_side(SIDE[0])[4:])
+    for rank in body["card"]["ranks"]:
+        del rank["rails"]
+    blob = wire._SIDE_MAGIC + bytes([WIRE_VERSION]) + msgspec.msgpack.encode(body)
+    message = decode_side(blob)
+    assert isinstance(message, Hello)
+    assert message.card.ranks[0].rails == b""
 
 
 def test_a_side_message_of_another_version_is_refused() -> None:

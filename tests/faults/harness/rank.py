@@ -23,7 +23,6 @@ _no_torch.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
 
 # ruff: noqa: E402
 import numpy as np
-import numpy.typing as npt
 
 from neuron_push.core.commands import (
     AbortConsumer,
@@ -36,15 +35,8 @@ from neuron_push.core.keys import load_keys
 from neuron_push.core.messages import Reason
 from neuron_push.core.session import Prompt
 from neuron_push.core.shop import Limits
+from tests.faults.harness.pattern import pattern
 from tests.integration.engines import Engine
-
-
-def pattern(seed: int, block: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """What a block of this number holds under this seed: never twice the same, never zero."""
-    size = int(np.prod(shape))
-    at = np.arange(size // 4, dtype=np.uint32)
-    words = (at * np.uint32(2654435761)) ^ np.uint32((seed * 40503 + block * 9176 + 1) & 0xFFFFFFFF)
-    return words.view(np.uint8).reshape(shape)
 
 
 class Rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from neuron_push.rails import commands, doctor, doctor_peer, machine
 from neuron_push.rails.card import RailCard, make_card
-from neuron_push.rails.doctor_base import Situation, version_tuple
+from neuron_push.rails.doctor_base import Peer, PeerRails, Reach, Situation, version_tuple
 from neuron_push.rails.errors import RailsError
 from neuron_push.rails.hwloc_xml import to_xml
 from neuron_push.rails.log_parser import parse_log
@@ -19,7 +20,7 @@ from neuron_push.rails.model import Box, Library, Plugin
 from neuron_push.rails.select import select
 from neuron_push.rails.topology import Topology
 
-from .conftest import load
+from .conftest import load, put
 from .test_logs import P5EN, device_memory, efa_agent, line
 from .test_select import many_devices, open_only, show_gpus
 
@@ -216,7 +217,7 @@ def with_peer(change: Callable[[Box], object] = lambda box: None, **more: object
         own, theirs = make_card(select(box), None, **more), make_card(select(other), None, **more)
         if "time_s" in more:
             theirs.time_s += 100
-        return situation(box, own_card=own, peer_card=theirs)
+        return situation(box, pairs=[(own, theirs), (own, theirs)])
 
     return make
 
@@ -259,7 +260,28 @@ def crossed_cards() -> Situation:
     selection = select(healthy(TRN2))
     own = make_card(selection, selection.of_process_device(0))
     theirs = make_card(selection, selection.of_process_device(1))
-    return situation(healthy(TRN2), own_card=own, peer_card=theirs)
+    return situation(healthy(TRN2), pairs=[(own, theirs)])
+
+
+def cards(change: Callable[[RailCard], object]) -> Scenario:
+    """An engine there whose card differs in one thing."""
+
+    def make() -> Situation:
+        own, theirs = make_card(select(healthy(P5)), None), make_card(select(healthy(P5)), None)
+        change(theirs)
+        return situation(healthy(P5), pairs=[(own, theirs)])
+
+    return make
+
+
+def asked(reach: Reach | None = None, container: str | None = None, **peer: object) -> Scenario:
+    def make() -> Situation:
+        box = healthy(P5)
+        box.host.container = container
+        found = reach or Reach(speaks="zmq", address="10.1.0.7")
+        return situation(box, peer=Peer("h:1", found, **peer))
+
+    return make
 
 
 # (check, level, words in the finding, the host that has it)
@@ -293,9 +315,32 @@ SCENARIOS: list[tuple[str, str, str, Scenario]] = [
         "D19",
         "fail",
         "cannot be reached",
-        changed(lambda box: None, peer="h:1", peer_error="refused"),
+        asked(Reach(error="refused")),
     ),
-    ("D20", "info", "not compared", changed(lambda box: None, peer="h:1")),
+    ("D19", "fail", "is no side channel: it says nothing", asked(Reach())),
+    ("D19", "fail", "it says 'SSH-2.0'", asked(Reach(speaks="'SSH-2.0'"))),
+    (
+        "D19",
+        "fail",
+        "with keys",
+        asked(Reach(speaks="zmq", wants_keys=True), silence=("silent", "no answer")),
+    ),
+    ("D19", "fail", "not compared: no answer", asked(silence=("silent", "no answer"))),
+    ("D20", "unknown", "not compared", asked()),
+    ("D20", "unknown", "is starting", asked(silence=("starting", "engine 'p' is starting"))),
+    ("D20", "unknown", "no rails card", asked(silence=("old", "it has no rails card"))),
+    (
+        "D20",
+        "unknown",
+        "1 of 2 ranks of engine p",
+        asked(rails=PeerRails("p", 0.0, {0: RailCard()}, {1: "there is no rails card"})),
+    ),
+    (
+        "D20",
+        "info",
+        "has 1 rank: NIXL 1.4.1 with UCX, libfabric not loaded",
+        asked(rails=PeerRails("p", 0.0, {0: RailCard(nixl_version="1.4.1", backend="UCX")})),
+    ),
     (
         "D21",
         "unknown",
@@ -303,10 +348,28 @@ SCENARIOS: list[tuple[str, str, str, Scenario]] = [
         lambda: situation(healthy(P5), log=parse_log(["hello"])),
     ),
     ("D22", "warn", "clocks of both ends", with_peer(time_s=1.0)),
+    (
+        "D23",
+        "warn",
+        "NIXL is 1.1.0 here and 1.5.1 there",
+        with_peer(lambda box: setattr(box.host, "nixl_versions", {"nixl": "1.5.1"})),
+    ),
+    (
+        "D24",
+        "warn",
+        "libfabric is 2.4 here and 1.22 there",
+        with_peer(lambda box: setattr(box.host, "libfabric_version", "1.22")),
+    ),
+    (
+        "D09",
+        "warn",
+        "not set here and off there",
+        with_peer(lambda box: box.env.update(FI_EFA_USE_DEVICE_RDMA="0")),
+    ),
     ("R01", "fail", "no EFA device can be opened", changed(open_only)),
     ("R01", "fail", "holds no device node", with_host(device_nodes=("nvidia0",))),
     ("R01", "fail", "FI_PROVIDER is", with_env(FI_PROVIDER="tcp")),
-    ("R01", "fail", "this end uses efa", with_peer(open_only)),
+    ("R01", "fail", "is efa here and tcp there", with_peer(open_only)),
     ("R01", "fail", "log line", with_log("Discovered 1 tcp devices (TCP fallback)")),
     ("R02", "fail", "libfabric.so.1 cannot", with_host(**library("libfabric.so.1"))),
     ("R02", "fail", "libcudart.so.12 cannot", with_host(**library("libcudart.so.12"))),
@@ -323,6 +386,12 @@ SCENARIOS: list[tuple[str, str, str, Scenario]] = [
         "fail",
         "UCX backend",
         with_log("16 Amazon EFA(s) were detected, but the UCX backend was configured."),
+    ),
+    (
+        "R10",
+        "fail",
+        "UCX backend, and it sees 16 EFA",
+        cards(lambda card: setattr(card, "backend", "UCX")),
     ),
     ("R11", "fail", "dma-buf", changed(no_way_to_gpu)),
     ("R12", "warn", "UCX_NET_DEVICES", changed(other_make)),
@@ -365,9 +434,11 @@ SCENARIOS: list[tuple[str, str, str, Scenario]] = [
     ("R20", "info", "ignores", with_env(FI_EFA_ZCPY_RX_SEED="1")),
     ("R20", "info", "NIXL_LOG_LEVEL", with_env(NIXL_LOG_LEVEL="LOUD")),
     ("R20", "warn", "may not know it", pinned_on_old_libfabric),
-    ("R21", "warn", "16 NICs and the other 15", with_peer(drop_nic)),
+    ("R21", "warn", "sees 16 NICs and the other 15", with_peer(drop_nic)),
     ("R22", "fail", "not active", changed(first_down)),
     ("R23", "warn", "did not answer", with_counters(unresponsive_remote_events=2)),
+    ("R24", "warn", "10.1.0.7 leads over a gateway", asked(has_gateway=True)),
+    ("R24", "info", "inside a container", asked(has_gateway=True, container="docker")),
     ("R25", "warn", "one host", with_peer(same_host_token="x")),
     ("R26", "warn", "is not 0", without_env("FI_EFA_USE_UNSOLICITED_WRITE_RECV")),
     (
@@ -398,7 +469,7 @@ SCENARIOS: list[tuple[str, str, str, Scenario]] = [
     ("R39", "info", "in batches", with_host(nixl_versions={"nixl": "1.4.1"})),
     ("R40", "fail", "nrt_get_attached_efa_bdf", changed(old_runtime, TRN2)),
     ("R41", "info", "left by rdmap85s0", with_counters(rdma_write_bytes=5 << 30)),
-    ("R42", "warn", "not paired", crossed_cards),
+    ("R42", "warn", "the rails are", crossed_cards),
     ("R43", "info", "is not told", changed(no_numa)),
     ("R44", "warn", "against the table", changed(wrong_switch)),
     ("R45", "info", "all 16 NICs", lambda: situation(healthy(TRN2))),
@@ -505,8 +576,52 @@ def test_trying_a_peer() -> None:
     assert doctor_peer.split_peer("[::1]:80") == ("::1", 80)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert doctor_peer.try_peer(f"127.0.0.1:{port}") is None
-    assert doctor_peer.try_peer(f"127.0.0.1:{port}")
+        reach = doctor_peer.try_peer(f"127.0.0.1:{port}")
+        assert (reach.error, reach.speaks, reach.is_here) == (None, "nothing", True)
+    assert doctor_peer.try_peer(f"127.0.0.1:{port}").error == "Connection refused"
+    assert doctor_peer.try_peer("no-such-host.invalid:80").error
+
+
+def test_another_protocol_is_quoted_without_control_characters() -> None:
+    def serve() -> None:
+        sock, _ = server.accept()
+        with sock:
+            sock.sendall(b"SSH-2.0-x\x1b[2J\r\n")
+            sock.recv(100)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        reach = doctor_peer.try_peer(f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join(5)
+    assert reach.error is None
+    assert reach.speaks.startswith("'SSH-2.0-")
+    assert reach.speaks.isprintable()
+
+
+ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+ens5 00000000 0100000A 0003 0 0 0 00000000 0 0 0
+ens5 0000000A 00000000 0001 0 0 0 00F0FFFF 0 0 0
+ens5 0500000A 0100000A 0007 0 0 0 FFFFFFFF 0 0 0
+bad line
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "answer"),
+    [
+        ("10.0.0.7", False),
+        ("10.0.15.7", False),
+        ("10.0.16.7", True),
+        ("10.0.0.5", True),
+        ("fe80::1", None),
+        (None, None),
+    ],
+)
+def test_routes(tmp_path: Path, address: str | None, answer: bool | None) -> None:
+    assert doctor_peer.has_gateway(tmp_path, address) is None
+    put(tmp_path / "proc/net/route", ROUTES)
+    assert doctor_peer.has_gateway(tmp_path, address) is answer
 
 
 def test_ten_thousand_devices_stay_fast() -> None:
@@ -517,24 +632,10 @@ def test_ten_thousand_devices_stay_fast() -> None:
     assert time.process_time() - start < 8
 
 
-def test_a_fetched_card_is_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fetch(peer: str) -> RailCard:
-        if fails:
-            raise RailsError(f"{peer} refused the key")
-        return make_card(select(open_only(healthy(P5), "55", "56")), None)
-
-    fails = False
-    monkeypatch.setattr(commands, "peer_card_fetcher", fetch)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        peer = f"127.0.0.1:{server.getsockname()[1]}"
-        request = commands.DoctorRequest(peer=peer)
+def test_a_key_file_without_a_peer_is_refused() -> None:
+    request = commands.DoctorRequest(key_file=Path("x"))
+    with pytest.raises(RailsError, match="--key-file is for --peer"):
         commands.run_doctor(healthy(P5), request, root=None, as_json=False)
-        assert "this end has 16 NICs and the other 2" in capsys.readouterr().out
-        fails = True
-        assert commands.run_doctor(healthy(P5), request, root=None, as_json=False) == 1
-        assert "refused the key" in capsys.readouterr().out
 
 
 def test_versions() -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neuron_push.devices import near
+from neuron_push.devices.base import DeviceError
+from neuron_push.devices.host import HostDevice
+from neuron_push.devices.start import confirm_device
 from neuron_push.rails import api
-from neuron_push.rails.errors import RailPolicyError, RailsError
+from neuron_push.rails.errors import RailsError
 from neuron_push.rails.metadata import MAGIC, NO_KEY, parse_metadata
 from neuron_push.rails.model import Box
 from neuron_push.rails.select import select
@@ -132,33 +138,32 @@ def test_damaged_metadata_never_raises_anything_else(noise: bytes, at: int) -> N
 # rail_policy
 
 
-def test_policies(p5en: Box) -> None:
+def test_rail_policy_on_what_the_metadata_tells(
+    p5en: Box, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one judgement that the connector makes at start, from real metadata to its sentence."""
     selection = select(p5en)
-    bad = api.compare_metadata(
-        metadata([buffer(1, 0, list(range(16)), 16)], 16), selection, nic_by_gid=GIDS
-    )
-    good = api.compare_metadata(
-        metadata([buffer(1, 0, [0, 1], 16)], 16), selection, nic_by_gid=GIDS
-    )
-    assert api.enforce("off", bad) == []
-    assert api.enforce("strict", good) == []
-    (sentence,) = api.enforce("warn", bad)
-    assert "all 16 NICs" in sentence
-    with pytest.raises(RailPolicyError, match="neuron-push doctor") as caught:
-        api.enforce("strict", bad)
+    monkeypatch.setattr(near, "select", lambda: selection)
+    monkeypatch.setattr(api, "nics_by_gid", lambda: GIDS)
+
+    class OnGpu(HostDevice):
+        def confirm(self, memory_types: Any, metadata: bytes) -> Any:
+            return (near.rails_taken(metadata),)
+
+    def agent(rails: list[int]) -> Any:
+        blob = metadata([buffer(1, 0, rails, 16)], 16)
+        return SimpleNamespace(memory_types=lambda: ["VRAM"], metadata=lambda: blob)
+
+    confirm_device(OnGpu(), agent([0, 1]), "strict")
+    assert not caplog.text
+    everything = agent(list(range(16)))
+    confirm_device(OnGpu(), everything, "off")
+    assert not caplog.text
+    confirm_device(OnGpu(), everything, "warn")
+    assert "all 16 NICs" in caplog.text
+    with pytest.raises(DeviceError, match=r"strict.*all 16 NICs.*neuron-push doctor") as caught:
+        confirm_device(OnGpu(), everything, "strict")
     assert "\n" not in str(caught.value)
-    with pytest.raises(RailsError, match="expected one of strict, warn, off"):
-        api.enforce("maybe", [])
-
-
-def test_policy_before_the_agent_exists(p5en: Box) -> None:
-    for nic in p5en.nics:
-        nic.openable = nic.pci_address[5:7] in ("55", "56")
-    choice = select(p5en).of_process_device(0)
-    assert api.enforce_choice("warn", choice)
-    with pytest.raises(RailPolicyError, match="only 1 of 2 rails"):
-        api.enforce_choice("strict", choice)
-    assert api.enforce_choice("strict", None) == []
 
 
 def test_choice_for_any_spelling(p5en: Box) -> None:
