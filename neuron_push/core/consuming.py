@@ -67,6 +67,7 @@ class _Load:
     num_bytes: int = 0
     verified: bool = True
     tables: tuple[npt.NDArray[np.int64], ...] = ()
+    open_bytes: int = 0  # registered, and not given back yet
     lost: dict[str, _Lost] = field(default_factory=dict)  # by name, not known to be harmless
     next_ask_s: float = 0.0
 
@@ -81,6 +82,8 @@ class Consuming:
         self._by_nonce: dict[int, _Load] = {}
         self._waiting: dict[str, dict[str, None]] = {}  # engine id -> request ids
         self._unfenced: dict[str, _Load] = {}  # those with lost producers, by request id
+        self._open_bytes = 0  # of all loads together
+        self._max_open_bytes = shop.limits.max_open_bytes(shop.layout)
 
     @property
     def num_open(self) -> int:
@@ -213,6 +216,7 @@ class Consuming:
     def take_over(self, old: Consuming, now_s: float) -> None:
         """Go on with the requests of a loop whose agent is gone: open loads fail by name."""
         self._loads, self._by_nonce = old._loads, old._by_nonce
+        self._open_bytes = old._open_bytes
         for load in list(self._loads.values()):
             if load.opened is None:
                 self._ask(_dial(load.target))
@@ -280,8 +284,15 @@ class Consuming:
         command = load.opened
         if command is None:
             return
-        layout = self._shop.layout
         load.tables = tuple(np.asarray(ids, dtype=np.int64) for ids in command.blocks)
+        num_bytes = self._shop.layout.table_bytes(load.tables)
+        over = self._over_limit(engine, num_bytes)
+        if over:
+            self._introduce(load, engine, now_s)  # so that it hears of the end
+            self._do(load, load.session.on_fail(Reason.BUSY, over, now_s), now_s)
+            return
+        load.num_bytes = load.open_bytes = num_bytes
+        self._open_bytes += num_bytes
         blocks = tuple(pack_blocks(ids) for ids in load.tables)
         nothing = (command.end_token, command.end_token, command.base_token)
         messages: dict[str, Register] = {}
@@ -303,10 +314,25 @@ class Consuming:
                 blocks=blocks if first < end else (),
                 verify=self._shop.verify,
             )
-        load.num_bytes = sum(
-            len(ids) * layout.block_bytes(group) for group, ids in enumerate(load.tables)
-        )
         self._do(load, load.session.on_register(messages, now_s), now_s)
+
+    def _over_limit(self, engine: PeerEngine, num_bytes: int) -> str:
+        """Why no more may be registered with this engine now; empty when it may.
+
+        The producer would refuse it too: this spares it the question. A load counts until its
+        blocks are given back.
+        """
+        limit = self._shop.limits.max_open_per_peer
+        for peer in engine.producers:
+            if len(peer.loading) >= limit:
+                return f"{len(peer.loading)} loads from {peer.name} are open: the limit"
+        if self._open_bytes + num_bytes > self._max_open_bytes:
+            return (
+                f"open loads hold {self._open_bytes} bytes, and with {num_bytes} more it would be "
+                f"over {self._max_open_bytes}: the limit, which is the size of this rank's KV "
+                "memory"
+            )
+        return ""
 
     def _bury(self, load: _Load, name: str, now_s: float) -> None:
         del load.lost[name]
@@ -365,6 +391,8 @@ class Consuming:
         if session.is_over:
             self._loads.pop(load.request_id, None)
             self._by_nonce.pop(session.nonce, None)
+            self._open_bytes -= load.open_bytes
+            load.open_bytes = 0
             self._shop.timers.set(("h", load.request_id), math.inf)
             engine = self._shop.peers.find(load.target.engine_id)
             for peer in engine.producers if engine else ():

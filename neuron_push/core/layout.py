@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 Part = Literal["k", "v", "kv"]
 MemoryType = Literal["DRAM", "VRAM"]
@@ -120,6 +123,21 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         Raises LayoutError if no region belongs to the group.
         """
         return sum(region.block_bytes for region in self._of_group(group))
+
+    def table_bytes(self, tables: Sequence[npt.NDArray[np.int64]]) -> int:
+        """Payload bytes of all blocks in one table of ids per group; null blocks hold nothing."""
+        sizes = [0] * len(tables)
+        for region in self.regions:
+            if region.group < len(sizes):
+                sizes[region.group] += region.block_bytes
+        return sum(
+            int(np.count_nonzero(ids)) * size for ids, size in zip(tables, sizes, strict=True)
+        )
+
+    @property
+    def pool_bytes(self) -> int:
+        """All registered memory of the rank."""
+        return sum(allocation.num_bytes for allocation in self.allocations)
 
     def shape_fingerprint(self) -> bytes:
         """32 bytes that are equal for layouts equal but for addresses, devices and block counts.

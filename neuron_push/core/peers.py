@@ -25,6 +25,7 @@ class PeerRank:
     two have no KV in common in that direction. Its death would
     concern ``sending`` (keys of transfers to it, an ordered set) and ``loading`` (request id ->
     key of transfers from it); ``announced`` keys will be registered once there are blocks.
+    ``queued`` (key -> bytes) are its registrations whose last segment is not posted yet.
     """
 
     name: str
@@ -41,6 +42,17 @@ class PeerRank:
     announced: dict[str, None] = field(default_factory=dict)
     num_writes: int = 0
     is_lost: bool = False
+    queued: dict[str, int] = field(default_factory=dict)
+    queued_bytes: int = 0
+
+    def enqueue(self, key: str, num_bytes: int) -> None:
+        """It has registered these bytes."""
+        self.queued[key] = num_bytes
+        self.queued_bytes += num_bytes
+
+    def dequeue(self, key: str) -> None:
+        """Its last segment is posted, or it gets no more. Once more is harmless."""
+        self.queued_bytes -= self.queued.pop(key, 0)
 
     def need(self, now_s: float) -> None:
         """A transfer with it opens: its silence counts from here."""

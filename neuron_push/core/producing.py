@@ -31,7 +31,7 @@ from neuron_push.core.messages import (
 )
 from neuron_push.core.peers import PeerRank
 from neuron_push.core.producer import ProducerSession
-from neuron_push.core.session import Action, Outcome, Report, Send, Write
+from neuron_push.core.session import Action, Outcome, PState, Report, Send, Write
 from neuron_push.core.shop import Shop, window
 
 logger = logging.getLogger(__name__)
@@ -180,14 +180,13 @@ class Producing:
             )
             self._refuse(peer, message.nonce, Reason.BAD_REGISTRATION, str(e), now_s)
             return
-        if (
-            len(peer.sending) >= self._shop.limits.max_open_per_peer
-            and message.key not in peer.sending
-        ):
-            detail = f"{len(peer.sending)} transfers to this rank are open: the limit"
-            self._shop.count(Reason.BUSY)
-            self._refuse(peer, message.nonce, Reason.BUSY, detail, now_s)
-            return
+        num_bytes = peer.layout.table_bytes(tables)
+        if message.key not in peer.sending:
+            detail = self._over_limit(peer, num_bytes)
+            if detail:
+                self._shop.count(Reason.BUSY)
+                self._refuse(peer, message.nonce, Reason.BUSY, detail, now_s)
+                return
         session = self._session(message.key)
         actions = session.on_register(
             peer.name,
@@ -200,7 +199,27 @@ class Producing:
         leg = session.legs.get(peer.name)
         if leg is not None and leg.register is message:
             self._registered[message.key, peer.name] = tables
+            if message.key not in peer.queued:
+                peer.enqueue(message.key, num_bytes)
         self._do(session, actions, now_s)
+
+    def _over_limit(self, peer: PeerRank, num_bytes: int) -> str:
+        """Why this rank may not register so much more now; empty when it may.
+
+        Bytes count until the last segment is posted: only then can the consumer have received
+        all, and have given the blocks to its next load.
+        """
+        limits = self._shop.limits
+        if len(peer.sending) >= limits.max_open_per_peer:
+            return f"{len(peer.sending)} transfers to this rank are open: the limit"
+        max_bytes = limits.max_open_bytes(peer.layout)
+        if peer.queued_bytes + num_bytes > max_bytes:
+            return (
+                f"{peer.queued_bytes} bytes wait to be written to this rank, and with "
+                f"{num_bytes} more it would have over {max_bytes}: the limit, which is the size "
+                "of its KV memory"
+            )
+        return ""
 
     def _refuse(
         self, peer: PeerRank, nonce: int, reason: Reason, detail: str, now_s: float
@@ -382,6 +401,8 @@ class Producing:
             elif session.key not in peer.sending:
                 peer.need(now_s)
                 peer.sending[session.key] = None
+            if peer.queued and leg.state is not PState.OPEN:
+                peer.dequeue(session.key)
 
     def _post(self, session: ProducerSession, action: Write, now_s: float) -> None:
         peer = self._shop.peers.ranks.get(action.peer)

@@ -25,7 +25,12 @@ ReadMemory = Callable[[int, int], bytes]
 
 @dataclass(frozen=True)
 class Limits:
-    """The times that sessions live by, all in seconds; see PushConfig."""
+    """The times that sessions live by, all in seconds, see PushConfig; and two bounds.
+
+    max_open_per_peer: transfers that one consumer rank may have open with one producer rank.
+    always_open_bytes: that much a rank may ask for however small its KV memory is; beyond it no
+        more than that memory holds, see :meth:`max_open_bytes`.
+    """
 
     lease_s: float
     request_timeout_s: float
@@ -35,6 +40,14 @@ class Limits:
     stall_timeout_s: float = 30.0
     nixl_call_timeout_s: float = 3.0
     max_open_per_peer: int = 16384
+    always_open_bytes: int = 64 << 20
+
+    def max_open_bytes(self, layout: KvLayout) -> int:
+        """What the loads of a consumer rank with this layout may have open together.
+
+        No block is in two loads at a time, so an honest rank never asks for more than it has.
+        """
+        return max(layout.pool_bytes, self.always_open_bytes)
 
 
 @dataclass

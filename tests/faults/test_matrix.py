@@ -27,6 +27,7 @@ from tests.faults.harness.inprocess import (
     faulty,
     serve,
     transfer,
+    transfer_rest,
 )
 from tests.faults.harness.report import record
 from tests.integration.engines import TOKENS_PER_BLOCK
@@ -218,6 +219,51 @@ def test_heartbeats_renew_the_lease_of_an_announced_request() -> None:
         time.sleep(2)
         d.load("r", "r", p, PROMPT, TARGET)
         d.wait("r", Outcome.RECEIVED)
+
+
+# ------------------------------------------------------------ too much at once
+
+
+def test_consumer_registers_more_bytes_than_its_memory_has() -> None:
+    """Its own bound is taken away: the producer has one too, and only the last load pays."""
+    limits = replace(LIMITS, always_open_bytes=0)
+    with faulty(limits=limits, num_blocks=10) as (p, d, _, _):
+        target = [1, 2, 3, 4]
+        transfer(p, d, "first", target=target)
+        d.wait("first", Outcome.RECEIVED)
+        assert d.rank._loop is not None
+        d.rank._loop._consuming._max_open_bytes = 1 << 60
+        for name in ("r0", "r1"):
+            d.load(name, name, p, PROMPT, target)
+        time.sleep(0.1)
+        began_s = time.monotonic()
+        d.load("r2", "r2", p, PROMPT, target)
+        case = "D registers more bytes than its memory has"
+        assert fails(d, "r2", case, began_s, NACK_S).reason is Reason.BUSY
+        for name in ("r0", "r1"):
+            transfer_rest(p, name)
+            d.wait(name, Outcome.RECEIVED)
+            p.wait(name, Outcome.SENT)
+        transfer(p, d, "r3", target=target)
+        d.wait("r3", Outcome.RECEIVED)
+
+
+def test_consumer_loads_more_bytes_than_its_memory_has() -> None:
+    """It does not even ask: the load fails, and the producer's blocks come back."""
+    limits = replace(LIMITS, always_open_bytes=0)
+    with faulty(limits=limits, num_blocks=10) as (p, d, _, _):
+        target = [1, 2, 3, 4]
+        transfer(p, d, "first", target=target)
+        d.wait("first", Outcome.RECEIVED)
+        for name in ("r0", "r1"):
+            d.load(name, name, p, PROMPT, target)
+        transfer_rest(p, "r2")
+        time.sleep(0.1)
+        began_s = time.monotonic()
+        d.load("r2", "r2", p, PROMPT, target)
+        case = "D loads more bytes than its memory has"
+        assert fails(d, "r2", case, began_s, NACK_S).reason is Reason.BUSY
+        p.wait("r2", Outcome.SENT, 1.5)
 
 
 # ------------------------------------------------------------ first contact

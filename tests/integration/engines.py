@@ -173,7 +173,10 @@ class Engine:
     def num_open(self) -> int:
         """Sessions and loads of the rank that are not over, read from another thread."""
         loop = self.rank._loop
-        return -1 if loop is None else loop._producing.num_open + loop._consuming.num_open
+        if loop is None:
+            return -1
+        sessions = list(loop._producing._sessions.values())
+        return sum(not session.is_over for session in sessions) + loop._consuming.num_open
 
     def close(self) -> None:
         self.rank.stop()

@@ -47,8 +47,10 @@ def faulty(**settings: object) -> Iterator[tuple[Engine, Engine, FaultPlan, Faul
         p.close()
 
 
-def transfer(p: Engine, d: Engine, name: str, prompt: Prompt = PROMPT) -> None:
-    d.load(name, name, p, prompt, TARGET)
+def transfer(
+    p: Engine, d: Engine, name: str, prompt: Prompt = PROMPT, target: list[int] = TARGET
+) -> None:
+    d.load(name, name, p, prompt, target)
     p.prefill(name, name, prompt, SOURCE)
     p.finish(name)
 
