@@ -33,7 +33,7 @@ from neuron_push.devices import near
 from neuron_push.devices.host import request_amx_permission
 from neuron_push.devices.start import confirm_device, explained, start_device
 from neuron_push.fit import explain_cards, remark_on_rails
-from neuron_push.metrics import PushStats, make_prom_metrics
+from neuron_push.metrics import PushStats, Watched, make_prom_metrics
 from neuron_push.scheduler import PushScheduler, StepPlan
 from neuron_push.spin import let_readers_sleep, note_step
 from neuron_push.worker import NOTHING, PushWorker
@@ -117,6 +117,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._worker: PushWorker | None = None
         self._stats = PushStats()
         self._has_stats = False
+        self._watched: Watched | None = None
         self._faults = OncePerMinute()
         if role is compat.KVConnectorRole.SCHEDULER:
             self._start_scheduler(str(transfer.kv_role))
@@ -212,6 +213,7 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             )
         except AgentError as e:
             raise AgentError(explained(device, e)) from e
+        self._watched = Watched(self._worker.transfer.counters)
         num_bytes = sum(allocation.num_bytes for allocation in layout.allocations)
         logger.info(
             "engine %s rank %d: %s memory of %d layers registered with NIXL %s: %.2f GiB in %d "
@@ -282,6 +284,9 @@ class NeuronPushConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return invalid
 
     def get_kv_connector_stats(self) -> Any:
+        if self._watched is not None and (growth := self._watched.growth()) is not None:
+            self._stats.count(growth)
+            self._has_stats = True
         if not self._has_stats:  # asked for at every step
             return None
         self._has_stats = False

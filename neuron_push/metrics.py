@@ -6,7 +6,8 @@ interval and exports them under ``vllm:neuron_push_*``.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -14,18 +15,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from neuron_push.core.commands import Result
+from neuron_push.core.commands import Counters, Result
 from neuron_push.core.session import Outcome
 
 _SERIES = ("sent_bytes", "sent_descriptors", "sent_segments", "sent_s", "received_bytes",
            "received_segments", "received_s")  # fmt: skip
+_COUNTS_BY = ("failures", "refusals", "events")
 
 
 class PushStats(KVConnectorStats):
     """Observations since they were last taken: one entry a request in each series.
 
     ``failures`` counts failed loads by reason; ``verified`` counts loads whose every segment
-    had the digest its sender computed.
+    had the digest its sender computed; ``events`` and ``refusals`` are growth of the rank's
+    :class:`Counters`.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -34,7 +37,8 @@ class PushStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {name: [] for name in _SERIES} | {"failures": {}, "verified": 0}
+        self.data = {name: [] for name in _SERIES} | {name: {} for name in _COUNTS_BY}
+        self.data["verified"] = 0
 
     def record(self, result: Result) -> bool:
         """Whether there was something to record."""
@@ -54,10 +58,14 @@ class PushStats(KVConnectorStats):
                 data["verified"] += int(result.verified)
                 return True
         elif result.outcome is Outcome.FAILED and result.reason is not None:
-            failures = data["failures"]
-            failures[result.reason.value] = failures.get(result.reason.value, 0) + 1
+            _add(data["failures"], {result.reason.value: 1})
             return True
         return False
+
+    def count(self, growth: Growth) -> None:
+        """What has happened beside the requests."""
+        _add(self.data["events"], growth.events)
+        _add(self.data["refusals"], growth.refusals)
 
     def take(self) -> PushStats:
         """What was recorded since the last call."""
@@ -70,13 +78,13 @@ class PushStats(KVConnectorStats):
         return cls(data)
 
     def is_empty(self) -> bool:
-        return not self.data["failures"] and not any(self.data[name] for name in _SERIES)
+        return not any(self.data[name] for name in (*_SERIES, *_COUNTS_BY))
 
     def aggregate(self, other: KVConnectorStats) -> PushStats:
         for name in _SERIES:
             self.data[name].extend(other.data[name])
-        for reason, count in other.data["failures"].items():
-            self.data["failures"][reason] = self.data["failures"].get(reason, 0) + count
+        for name in _COUNTS_BY:
+            _add(self.data[name], other.data[name])
         self.data["verified"] += other.data["verified"]
         return self
 
@@ -96,7 +104,47 @@ class PushStats(KVConnectorStats):
             line["Median wait (ms)"] = round(waits[len(waits) // 2] * 1e3, 1)
         for reason, count in data["failures"].items():
             line[f"Failed ({reason})"] = count
+        for reason, count in data["refusals"].items():
+            line[f"Refused ({reason})"] = count
+        for event, count in data["events"].items():
+            line[event.replace("_", " ").capitalize()] = count
         return line
+
+
+def _add(totals: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        totals[name] = totals.get(name, 0) + count
+
+
+class Growth(NamedTuple):
+    """Of a rank's counters since the last look."""
+
+    events: Mapping[str, int]
+    refusals: Mapping[str, int]
+
+
+class Watched:
+    """A rank's counters, looked at by the worker's thread at every step."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._num_seen = 0
+        self._seen = Growth({}, {})
+
+    def growth(self) -> Growth | None:
+        """None, and nothing done, if nothing was counted."""
+        num_changes = self._counters.num_changes
+        if num_changes == self._num_seen:
+            return None
+        self._num_seen = num_changes
+        before = self._seen
+        self._seen = Growth(dict(self._counters.events), dict(self._counters.refusals))
+        return Growth(*(_less(*each) for each in zip(self._seen, before, strict=True)))
+
+
+def _less(totals: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    grown = {name: total - before.get(name, 0) for name, total in totals.items()}
+    return {name: count for name, count in grown.items() if count}
 
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -154,6 +202,16 @@ class PushPromMetrics(KVConnectorPromMetrics):
             documentation="Loads that failed, by reason.",
             labelnames=[*labelnames, "reason"],
         )
+        self._refusals = counter(
+            name="vllm:neuron_push_refused_loads",
+            documentation="Loads that this engine, as the producer, said no to, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._events = counter(
+            name="vllm:neuron_push_events",
+            documentation="Lost peers, replaced NIXL agents, failed WRITEs, dropped notifications.",
+            labelnames=[*labelnames, "event"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, metrics in self._series.items():
@@ -161,8 +219,10 @@ class PushPromMetrics(KVConnectorPromMetrics):
                 metrics[engine_idx].observe(value)
         self._verified[engine_idx].inc(transfer_stats_data.get("verified", 0))
         labels = self.per_engine_labelvalues[engine_idx]
-        for reason, count in transfer_stats_data.get("failures", {}).items():
-            self._failures.labels(*labels, reason).inc(count)
+        by_label = {"failures": self._failures, "refusals": self._refusals, "events": self._events}
+        for name, metric in by_label.items():
+            for label, count in transfer_stats_data.get(name, {}).items():
+                metric.labels(*labels, label).inc(count)
 
 
 def make_prom_metrics(

@@ -7,8 +7,7 @@ msgspec's, because the engine's threads make, pickle and read them between two f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
@@ -162,12 +161,29 @@ class Result(msgspec.Struct, frozen=True):
     verified: bool = False
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since start, kept by the transfer thread, read by metrics."""
+Event = Literal["dropped_notification", "failed_write", "lost_peer", "replaced_agent"]
 
-    dropped_notifications: int = 0
-    refused_registrations: int = 0
-    failed_writes: int = 0
-    lost_peers: int = 0
-    by_reason: dict[str, int] = field(default_factory=dict)
+
+class Counters:
+    """What happened to a rank since its start, beside what its requests report.
+
+    Counted by the transfer thread and its watchdog, read by any other, without a lock: a reader
+    may miss the newest count, never an older one.
+
+    num_changes: grows with every count.
+    events: by kind.
+    refusals: loads that this rank, as a producer, said no to, by reason.
+    """
+
+    def __init__(self) -> None:
+        self.num_changes = 0
+        self.events: dict[str, int] = dict.fromkeys(get_args(Event), 0)
+        self.refusals: dict[str, int] = {}
+
+    def event(self, kind: Event) -> None:
+        self.events[kind] += 1
+        self.num_changes += 1
+
+    def refusal(self, reason: Reason) -> None:
+        self.refusals[reason.value] = self.refusals.get(reason.value, 0) + 1
+        self.num_changes += 1

@@ -402,7 +402,6 @@ class Consuming:
         session = load.session
         good = action.outcome is Outcome.RECEIVED
         if action.outcome is Outcome.FAILED:
-            self._shop.count(action.reason)
             logger.warning(
                 "transfer %s: request %s: load failed: %s: %s",
                 session.key,

@@ -174,7 +174,6 @@ class Producing:
         try:
             tables = self._checked_tables(peer, message)
         except MessageError as e:
-            self._shop.counters.refused_registrations += 1
             self._shop.quiet.warning(
                 logger, f"register {peer.name}", "registration by %s refused: %s", peer.name, e
             )
@@ -184,7 +183,6 @@ class Producing:
         if message.key not in peer.sending:
             detail = self._over_limit(peer, num_bytes)
             if detail:
-                self._shop.count(Reason.BUSY)
                 self._refuse(peer, message.nonce, Reason.BUSY, detail, now_s)
                 return
         session = self._session(message.key)
@@ -225,6 +223,7 @@ class Producing:
         self, peer: PeerRank, nonce: int, reason: Reason, detail: str, now_s: float
     ) -> None:
         """No session has heard of this registration, and nothing will be written for it."""
+        self._shop.counters.refusal(reason)
         self._shop.send(peer.name, Nack(nonce, reason, detail), now_s)
         self._shop.send(peer.name, CancelAck(nonce), now_s)
 
@@ -285,7 +284,7 @@ class Producing:
             if state is WriteState.DONE:
                 actions = session.on_write_done(flight.peer.name, flight.write_id)
             else:
-                self._shop.counters.failed_writes += 1
+                self._shop.counters.event("failed_write")
                 detail = f"WRITE to {flight.peer.name} ended in an error"
                 actions = session.on_write_failed(flight.peer.name, flight.write_id, detail)
             self._do(session, actions, now_s)
@@ -365,7 +364,7 @@ class Producing:
         for action in actions:
             if isinstance(action, Send):
                 if isinstance(action.message, Nack):
-                    self._shop.count(action.message.reason)
+                    self._shop.counters.refusal(action.message.reason)
                     logger.warning(
                         "transfer %s: refused to %s: %s: %s",
                         session.key,
@@ -412,7 +411,7 @@ class Producing:
                 raise AgentError(f"{action.peer} is not connected")
             flight = self._write(session, prefill, peer, action, now_s)
         except (AgentError, PlanError) as e:
-            self._shop.counters.failed_writes += 1
+            self._shop.counters.event("failed_write")
             actions = session.on_write_failed(action.peer, action.write_id, str(e))
             self._do(session, actions, now_s)
             return

@@ -277,7 +277,7 @@ class RankLoop:
         return bool(arrived)
 
     def _drop(self, sender: str, why: str) -> None:
-        self.inbox.counters.dropped_notifications += 1
+        self.inbox.counters.event("dropped_notification")
         self._shop.quiet.warning(
             logger, f"drop {sender}", "notification from %r dropped: %s", sender, why
         )
@@ -319,7 +319,7 @@ class RankLoop:
         engine = peer.engine
         if any(rank.is_needed for rank in engine.ranks):
             logger.warning("peer %s lost: %s", peer.name, sentence)
-            self.inbox.counters.lost_peers += 1
+            self.inbox.counters.event("lost_peer")
         else:
             logger.info("peer %s forgotten: %s", peer.name, sentence)
         self._shop.peers.drop(engine)

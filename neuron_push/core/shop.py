@@ -12,7 +12,7 @@ from neuron_push.core.agent import Agent, AgentError, Memory
 from neuron_push.core.coalesce import Ranges
 from neuron_push.core.commands import Counters, Result
 from neuron_push.core.layout import KvLayout
-from neuron_push.core.messages import Message, Reason
+from neuron_push.core.messages import Message
 from neuron_push.core.oncepermin import OncePerMinute
 from neuron_push.core.peers import PeerTable
 from neuron_push.core.timers import Timers
@@ -83,11 +83,6 @@ class Shop:
             self.quiet.warning(logger, f"notify {name}", "%s", e)
             return
         peer.last_sent_s = now_s
-
-    def count(self, reason: Reason | None) -> None:
-        if reason is not None:
-            name = reason.value
-            self.counters.by_reason[name] = self.counters.by_reason.get(name, 0) + 1
 
     def digest(self, ranges: Ranges) -> bytes:
         """Of the bytes at these ranges, in their order: 16 bytes."""

@@ -180,6 +180,7 @@ class TransferThread:
 
     def _replace(self, loop: RankLoop) -> None:
         """Go on with a new agent on a new thread."""
+        self.counters.event("replaced_agent")
         self._abandoned.append(loop)
         self._loop = None
         self._thread = self._make_thread(loop)

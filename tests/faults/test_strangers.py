@@ -196,10 +196,12 @@ def stranger_says(blobs: list[bytes]) -> None:
         for blob in blobs:
             stranger.tell(blob)
         end_s = time.monotonic() + 3
-        while d.rank.counters.dropped_notifications < len(blobs) and time.monotonic() < end_s:
+        while (
+            d.rank.counters.events["dropped_notification"] < len(blobs) and time.monotonic() < end_s
+        ):
             stranger.agent.notifications()
             time.sleep(0.01)
-        assert d.rank.counters.dropped_notifications >= len(blobs)
+        assert d.rank.counters.events["dropped_notification"] >= len(blobs)
         assert "r" not in d.ended
         p.prefill("r", "r", PROMPT, SOURCE)
         p.finish("r")
@@ -285,6 +287,6 @@ def replace_target(engine: Engine, name: str) -> Engine:
     """An engine by another's name at this one's address, as a router could give it."""
 
     class Named:
-        target = replace(engine.target, engine_id=name)
+        target = msgspec.structs.replace(engine.target, engine_id=name)
 
     return Named()  # type: ignore[return-value]

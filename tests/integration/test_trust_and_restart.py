@@ -154,6 +154,6 @@ def test_both_sides_call_at_once() -> None:
         push(p, d, "one")
         time.sleep(0.5)
         push(p, d, "two")
-        assert p.rank.counters.lost_peers == d.rank.counters.lost_peers == 0
-        assert p.rank.counters.dropped_notifications == 0
-        assert d.rank.counters.dropped_notifications == 0
+        assert p.rank.counters.events["lost_peer"] == d.rank.counters.events["lost_peer"] == 0
+        assert p.rank.counters.events["dropped_notification"] == 0
+        assert d.rank.counters.events["dropped_notification"] == 0

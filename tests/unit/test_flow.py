@@ -165,7 +165,7 @@ def test_a_consumer_rank_may_register_all_of_its_memory_and_no_more() -> None:
     assert p.register("three", 1, 2) is Reason.BUSY
     assert "three" not in p.peer.sending
     assert p.register("three", 1) is None
-    assert p.shop.counters.by_reason == {"busy": 1}
+    assert p.shop.counters.refusals == {"busy": 1}
 
 
 def test_a_registration_that_is_refused_is_acknowledged() -> None:

@@ -140,9 +140,9 @@ class Rank:
             "rss_kib": int(status.split("VmRSS:")[1].split()[0]),
             "abandoned": self.engine.rank.num_abandoned,
             "open": self.engine.num_open(),
-            "lost_peers": counters.lost_peers,
-            "dropped": counters.dropped_notifications,
-            "refused": counters.refused_registrations,
+            "lost_peers": counters.events["lost_peer"],
+            "dropped": counters.events["dropped_notification"],
+            "refused": counters.refusals.get("bad_registration", 0),
             "struck": self.plan.struck,
         }
 
