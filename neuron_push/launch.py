@@ -177,10 +177,15 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ask the server to end, then its whole group to; kill what is left of the group."""
+    def ask_to_end(self) -> None:
+        """SIGTERM; returns at once."""
         if self.is_running:
             self._process.terminate()
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Ask the server to end, then its whole group to; kill what is left of the group."""
+        self.ask_to_end()
+        if self.is_running:
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:

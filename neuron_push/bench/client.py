@@ -10,12 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final
 
 from neuron_push.bench.loads import ONE_AT_A_TIME, BenchError, Load
 from neuron_push.bench.pairs import SERVED_NAME
 
 START_TIMEOUT_S = 180.0
+
+DRIVER: Final = (sys.executable, "-m", "neuron_push.bench.driver")
 
 
 def benchmark_arguments(
@@ -38,32 +42,60 @@ def benchmark_arguments(
 
 
 class Client:
-    """The child; one run at a time."""
+    """The child; one run at a time.
 
-    def __init__(self, log: Path) -> None:
+    A child whose run failed, or took too long, is given up: its late answer would be taken for
+    that of the next run. The next run starts another.
+    """
+
+    def __init__(self, log: Path, argv: Sequence[str] = DRIVER) -> None:
         self.log = log
+        self._argv = list(argv)
         self._file = log.open("wb")
+        self._child: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "neuron_push.bench.driver"],
+            self._argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._file,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
             start_new_session=True,
         )
+        return self._child
 
     def wait_ready(self) -> None:
-        self._answer(START_TIMEOUT_S)
+        assert self._child is not None
+        self._answer(self._child, START_TIMEOUT_S)
 
-    def run(self, arguments: list[str], timeout_s: float) -> None:
-        """Raises BenchError when the benchmark fails or takes longer."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(arguments).encode() + b"\n")
-        self._child.stdin.flush()
-        self._answer(timeout_s)
+    def run(self, arguments: list[str], result: Path, timeout_s: float) -> dict[str, Any]:
+        """What the benchmark wrote to ``result``.
 
-    def _answer(self, timeout_s: float) -> None:
-        stream = self._child.stdout
+        Raises BenchError when it fails, takes longer, or writes nothing.
+        """
+        try:
+            if self._child is None:
+                self._start()
+                self.wait_ready()
+            child = self._child
+            assert child is not None
+            assert child.stdin is not None
+            child.stdin.write(json.dumps(arguments).encode() + b"\n")
+            child.stdin.flush()
+            self._answer(child, timeout_s)
+            answer: dict[str, Any] = json.loads(result.read_text())
+        except BenchError:
+            self._end()
+            raise
+        except (OSError, ValueError) as e:
+            self._end()
+            raise BenchError(f"the load generator left no result: {e}: see {self.log}") from e
+        return answer
+
+    def _answer(self, child: subprocess.Popen[bytes], timeout_s: float) -> None:
+        stream = child.stdout
         assert stream is not None
         end_s = time.monotonic() + timeout_s
         line = b""
@@ -72,7 +104,7 @@ class Client:
             while not line.endswith(b"\n"):
                 if not selector.select(max(0.0, end_s - time.monotonic())):
                     raise BenchError(
-                        f"the load generator gave no answer in {timeout_s:.0f} s: {self.log}"
+                        f"the load generator gave no answer in {timeout_s:g} s: {self.log}"
                     )
                 read = os.read(stream.fileno(), 65_536)
                 if not read:
@@ -82,8 +114,18 @@ class Client:
         if error is not None:
             raise BenchError(f"the load generator failed: {error}: see {self.log}")
 
-    def close(self) -> None:
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+    def close(self) -> None:
+        self._end()
         self._file.close()

@@ -141,6 +141,12 @@ class Deployment:
         log = log_dir / f"{self.mode}-router.log"
         return Server(f"{self.mode}-router", argv, {"PYTHONUNBUFFERED": "1"}, log)
 
+    def ask_to_end(self) -> None:
+        """Returns at once; `stop` waits."""
+        self._signal(signal.SIGCONT)
+        for server in self.servers.values():
+            server.ask_to_end()
+
     def stop(self) -> None:
         self._signal(signal.SIGCONT)
         for server in reversed(self.servers.values()):

@@ -84,8 +84,8 @@ class ServeBench:
                 for mode in self._modes_needed()
             }
             task = self._progress.add_task("starting", total=None)
+            stack.callback(self._stop_all)
             for mode, deployment in self._deployments.items():
-                stack.callback(deployment.stop)
 
                 def tick(text: str) -> None:
                     self._progress.update(task, description=f"starting {text}")
@@ -110,6 +110,13 @@ class ServeBench:
                     self._console.print(f"[red]failed[/red]: {description}: {e}", markup=True)
                 self._progress.advance(task)
         return self._failed
+
+    def _stop_all(self) -> None:
+        """All are asked to end before the first is waited for: one by one takes a minute."""
+        for deployment in self._deployments.values():
+            deployment.ask_to_end()
+        for deployment in self._deployments.values():
+            deployment.stop()
 
     # ------------------------------------------------------------ what to do
 
@@ -167,9 +174,8 @@ class ServeBench:
                 load, deployment.url, self._plan.settings.model, iteration, part
             )
             before, started_s = deployment.cpu_seconds(), time.monotonic()
-            self._client.run(arguments, RUN_TIMEOUT_S)
+            result = self._client.run(arguments, part, RUN_TIMEOUT_S)
             spent = grown(before, deployment.cpu_seconds())
-            result = json.loads(part.read_text())
             result["neuron_push"] = {
                 "mode": mode,
                 "iteration": iteration,
@@ -218,8 +224,7 @@ class ServeBench:
             part.unlink(missing_ok=True)
             load = Load(length, 1, 0.0, CALIBRATION_PROMPTS)
             arguments = benchmark_arguments(load, plain.url, self._plan.settings.model, 0, part)
-            self._client.run(arguments, RUN_TIMEOUT_S)
-            result = json.loads(part.read_text())
+            result = self._client.run(arguments, part, RUN_TIMEOUT_S)
             if result["failed"]:
                 raise BenchError(f"calibration: requests of {length} tokens failed: {part}")
             ttft_s[length] = result["median_ttft_ms"] / 1000

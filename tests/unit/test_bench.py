@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typer.testing import CliRunner
 pytest.importorskip("psutil")
 
 from neuron_push.bench import probes, serve, summary
-from neuron_push.bench.client import benchmark_arguments
+from neuron_push.bench.client import Client, benchmark_arguments
 from neuron_push.bench.connector import check_options, compare, flatten
 from neuron_push.bench.couple import block_runs
 from neuron_push.bench.geometry import GEOMETRIES, Tables
 from neuron_push.bench.loads import (
     MODES,
+    BenchError,
     Calibration,
     Load,
     RunName,
@@ -141,6 +143,41 @@ def test_arguments_of_the_load_generator(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- resume
+
+
+DRIVER = """
+import json, pathlib, sys, time
+print(json.dumps({"error": None}), flush=True)
+for line in sys.stdin:
+    what, path = json.loads(line)
+    if what == "slow":
+        time.sleep(1)
+    if what == "dies":
+        sys.exit(1)
+    if what not in ("fails", "writes nothing"):
+        pathlib.Path(path).write_text(json.dumps({"said": what}))
+    print(json.dumps({"error": "no route" if what == "fails" else None}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [("fails", "failed: no route"), ("writes nothing", "left no result"),
+     ("dies", "has ended"), ("slow", "gave no answer in 0.3 s")],
+)  # fmt: skip
+def test_a_failed_run_of_the_load_generator_is_not_taken_for_the_next(
+    tmp_path: Path, what: str, sentence: str
+) -> None:
+    client = Client(tmp_path / "client.log", [sys.executable, "-c", DRIVER])
+    try:
+        client.wait_ready()
+        lost = tmp_path / "lost.json"
+        with pytest.raises(BenchError, match=sentence):
+            client.run([what, str(lost)], lost, 0.3)
+        good = tmp_path / "good.json"
+        assert client.run(["next", str(good)], good, 5.0) == {"said": "next"}
+    finally:
+        client.close()
 
 
 def test_only_complete_runs_without_failures_are_kept(tmp_path: Path) -> None:
