@@ -36,6 +36,7 @@ from neuron_push.core.messages import (
 from neuron_push.core.peers import PeerEngine, PeerRank
 from neuron_push.core.session import Action, CState, Outcome, Report, Send
 from neuron_push.core.shop import Shop, window
+from neuron_push.core.silent import SilentRanks
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,6 @@ AskDial = Callable[[DialRequest], None]
 
 ASK_AGAIN_S = 1.0
 """How often a producer that fell silent is asked for, while it might still write."""
-
-
-@dataclass
-class _Lost:
-    """A producer rank that fell silent. Its WRITEs may land whenever it goes on."""
-
-    identity: Identity
-    since_s: float
 
 
 @dataclass
@@ -68,7 +61,7 @@ class _Load:
     verified: bool = True
     tables: tuple[npt.NDArray[np.int64], ...] = ()
     open_bytes: int = 0  # registered, and not given back yet
-    lost: dict[str, _Lost] = field(default_factory=dict)  # by name, not known to be harmless
+    silent: SilentRanks = field(default_factory=SilentRanks)
     next_ask_s: float = 0.0
 
 
@@ -81,7 +74,7 @@ class Consuming:
         self._loads: dict[str, _Load] = {}  # by request id
         self._by_nonce: dict[int, _Load] = {}
         self._waiting: dict[str, dict[str, None]] = {}  # engine id -> request ids
-        self._unfenced: dict[str, _Load] = {}  # those with lost producers, by request id
+        self._unfenced: dict[str, _Load] = {}  # those with silent producers, by request id
         self._open_bytes = 0  # of all loads together
         self._max_open_bytes = shop.limits.max_open_bytes(shop.layout)
 
@@ -138,28 +131,19 @@ class Consuming:
             if load.opened is None and load.target.engine_id == engine.identity.engine_id:
                 self._introduce(load, engine, now_s)
         for load in list(self._unfenced.values()):
-            for peer in engine.producers:
-                # It was silent, and lives: it can say itself when it will write no more.
-                if load.lost.pop(peer.name, None) is not None:
-                    self._do(
-                        load, [Send(peer.name, Cancel(load.session.key, load.session.nonce))], now_s
-                    )
+            cancel = Cancel(load.session.key, load.session.nonce)
+            self._do(load, [Send(leg, cancel) for leg in load.silent.found(engine)], now_s)
 
     def on_identity(self, identity: Identity, now_s: float) -> None:
         """This process has the name now: an earlier one that had it is dead."""
-        base = identity.incarnation.partition(".")[0]
         for load in list(self._unfenced.values()):
-            for name, lost in list(load.lost.items()):
-                same = lost.identity.engine_id == identity.engine_id
-                if same and lost.identity.incarnation.partition(".")[0] != base:
-                    self._bury(load, name, now_s)
+            self._bury(load, load.silent.dead(identity), now_s)
 
     def on_dead(self, address: str, now_s: float) -> None:
         """No process listens at this side channel any more."""
         for load in list(self._unfenced.values()):
             if load.target.address == address:
-                for name in list(load.lost):
-                    self._bury(load, name, now_s)
+                self._bury(load, load.silent.all_dead(), now_s)
 
     def on_dial_failed(self, address: str, sentence: str, now_s: float) -> None:
         for engine_id, request_ids in list(self._waiting.items()):
@@ -189,9 +173,9 @@ class Consuming:
         this rank's agent has been replaced.
         """
         load = self._loads.get(request_id)
-        if load is None or peer.name not in load.session.legs:
+        if load is None or load.silent.leg(peer.name) not in load.session.legs:
             return
-        load.lost[peer.name] = _Lost(peer.engine.identity, now_s)
+        load.silent.add(peer, now_s)
         self._unfenced[request_id] = load
         detail = f"producer rank {peer.name} is gone"
         self._do(load, load.session.on_fail(Reason.PEER_LOST, detail, now_s), now_s)
@@ -199,7 +183,7 @@ class Consuming:
     def care(self, now_s: float) -> None:
         """Ask for producers that fell silent."""
         for load in list(self._unfenced.values()):
-            if load.session.is_over or not load.lost:
+            if load.session.is_over or not load.silent:
                 del self._unfenced[load.request_id]
             elif now_s >= load.next_ask_s:
                 load.next_ask_s = now_s + ASK_AGAIN_S
@@ -208,10 +192,7 @@ class Consuming:
     @property
     def unfenced_since_s(self) -> float:
         """When the first of those producers fell silent; infinity without any."""
-        return min(
-            (lost.since_s for load in self._unfenced.values() for lost in load.lost.values()),
-            default=math.inf,
-        )
+        return min((load.silent.since_s for load in self._unfenced.values()), default=math.inf)
 
     def take_over(self, old: Consuming, now_s: float) -> None:
         """Go on with the requests of a loop whose agent is gone: open loads fail by name."""
@@ -224,7 +205,7 @@ class Consuming:
             if not load.session.legs:
                 self.open(load.opened, now_s)  # it was still waiting for its producer
                 continue
-            load.lost.clear()
+            load.silent = SilentRanks()
             names = list(load.session.legs)
             detail = "this rank's NIXL agent had to be given up"
             self._do(load, load.session.on_fail(Reason.NIXL_STUCK, detail, now_s), now_s)
@@ -239,16 +220,16 @@ class Consuming:
         load = self._by_nonce.get(message.nonce)
         if load is None:
             return
-        session = load.session
+        session, leg = load.session, load.silent.leg(peer.name)
         if isinstance(message, Segment):
             mismatch = self._verify(load, peer, message)
             if mismatch:
                 self._do(load, session.on_fail(Reason.DIGEST_MISMATCH, mismatch, now_s), now_s)
-            self._do(load, session.on_segment(peer.name, message, now_s), now_s)
+            self._do(load, session.on_segment(leg, message, now_s), now_s)
         elif isinstance(message, Nack):
-            self._do(load, session.on_nack(peer.name, message, now_s), now_s)
+            self._do(load, session.on_nack(leg, message, now_s), now_s)
         else:
-            self._do(load, session.on_cancel_ack(peer.name, message, now_s), now_s)
+            self._do(load, session.on_cancel_ack(leg, message, now_s), now_s)
 
     def on_timer(self, request_id: str, now_s: float) -> None:
         load = self._loads.get(request_id)
@@ -334,9 +315,9 @@ class Consuming:
             )
         return ""
 
-    def _bury(self, load: _Load, name: str, now_s: float) -> None:
-        del load.lost[name]
-        self._do(load, load.session.on_peer_lost(name, now_s), now_s)
+    def _bury(self, load: _Load, legs: list[str], now_s: float) -> None:
+        for leg in legs:
+            self._do(load, load.session.on_peer_lost(leg, now_s), now_s)
 
     def _fail_handshake(self, load: _Load, sentence: str, now_s: float) -> None:
         self._do(load, load.session.on_fail(Reason.HANDSHAKE, sentence, now_s), now_s)
@@ -373,13 +354,11 @@ class Consuming:
         session = load.session
         for action in actions:
             if isinstance(action, Send):
-                if isinstance(action.message, Cancel):
-                    logger.debug("transfer %s: cancel to %s", session.key, action.peer)
-                self._shop.send(action.peer, action.message, now_s)
+                self._send(load, action, now_s)
             elif isinstance(action, Report):
                 self._report(load, action, now_s)
         for leg in session.legs.values():
-            peer = self._shop.peers.ranks.get(leg.peer)
+            peer = self._shop.peers.ranks.get(load.silent.agent(leg.peer))
             if peer is None:
                 continue
             if leg.state not in (CState.OPEN, CState.FENCING):
@@ -397,6 +376,16 @@ class Consuming:
             engine = self._shop.peers.find(load.target.engine_id)
             for peer in engine.producers if engine else ():
                 peer.announced.pop(session.key, None)
+
+    def _send(self, load: _Load, action: Send, now_s: float) -> None:
+        agent, message = load.silent.agent(action.peer), action.message
+        if isinstance(message, Cancel):
+            logger.debug("transfer %s: cancel to %s", message.key, agent)
+        is_sent = self._shop.send(agent, message, now_s)
+        if not is_sent and isinstance(message, Register):
+            # Nobody else would say so before the request's time is over. What was sent to other
+            # ranks, or will be, they are asked to forget: a cancel may come first.
+            self._fail_handshake(load, f"the registration could not be sent to {agent}", now_s)
 
     def _report(self, load: _Load, action: Report, now_s: float) -> None:
         session = load.session

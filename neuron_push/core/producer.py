@@ -42,6 +42,14 @@ class ProducerLeg:
         self.state = PRODUCER_LEG[before, event]
         return self.state is not before
 
+    def refusal(self) -> list[Action]:
+        """What a consumer rank is told of a leg that has stopped."""
+        reason = self.reason or Reason.CANCELLED
+        return [
+            Send(self.peer, Nack(self.nonce, reason, self.detail)),
+            Send(self.peer, CancelAck(self.nonce)),
+        ]
+
     @property
     def is_done(self) -> bool:
         return self.state is PState.DONE
@@ -220,9 +228,14 @@ class ProducerSession:
             return [Send(peer, CancelAck(leg.nonce)), *self._settle()]
         return self._settle()
 
-    def on_renew(self, now_s: float) -> None:
-        """A heartbeat says that a consumer still wants this."""
+    def on_renew(self, peer: str, now_s: float) -> list[Action]:
+        """A heartbeat says that a consumer rank still wants this.
+
+        One whose leg has stopped has not heard of it: it is told again.
+        """
         self._renew(now_s)
+        leg = self.legs.get(peer)
+        return leg.refusal() if leg is not None and leg.state is PState.STOPPED else []
 
     def on_peer_lost(self, peer: str, now_s: float) -> list[Action]:
         leg = self.legs.get(peer)
@@ -284,9 +297,7 @@ class ProducerSession:
     def _register_again(self, leg: ProducerLeg, message: Register, actions: list[Action]) -> None:
         if leg.register == message:
             if leg.state is PState.STOPPED:
-                reason = leg.reason or Reason.CANCELLED
-                actions.append(Send(leg.peer, Nack(leg.nonce, reason, leg.detail)))
-                actions.append(Send(leg.peer, CancelAck(leg.nonce)))
+                actions += leg.refusal()
             return
         reason, detail = Reason.CONFLICT, "this rank has registered this transfer before"
         if leg.nonce == message.nonce and not leg.closed:

@@ -238,10 +238,14 @@ class Producing:
         )
         self._do(session, actions, now_s)
 
-    def on_renew(self, key: str, now_s: float) -> None:
+    def on_renew(self, peer: PeerRank, key: str, now_s: float) -> None:
         session = self._sessions.get(key)
-        if session is not None:
-            session.on_renew(now_s)
+        if session is None:
+            return
+        for action in session.on_renew(peer.name, now_s):
+            if isinstance(action, Send):  # nothing else; no refusal that is new
+                self._shop.send(action.peer, action.message, now_s)
+        if not session.is_over:
             self._shop.timers.set(("p", key), session.deadline_s)
 
     def on_peer_lost(self, name: str, key: str, now_s: float) -> None:

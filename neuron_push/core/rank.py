@@ -271,7 +271,7 @@ class RankLoop:
                 self._producing.on_cancel(peer, message, now_s)
             elif isinstance(message, Heartbeat):
                 for key in message.open_keys:
-                    self._producing.on_renew(key, now_s)
+                    self._producing.on_renew(peer, key, now_s)
             else:
                 self._consuming.on_message(peer, message, now_s)
         return bool(arrived)

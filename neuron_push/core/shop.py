@@ -70,19 +70,20 @@ class Shop:
         """Where this rank's own KV lies."""
         return Memory.of(self.layout)
 
-    def send(self, name: str, message: Message, now_s: float) -> None:
-        """To a peer's agent. A peer that is gone, or a notification that fails, is no error
-        here: the peer's silence is noticed by its heartbeat.
+    def send(self, name: str, message: Message, now_s: float) -> bool:
+        """To a peer's agent. False for a peer that is gone, or a notification that fails: no
+        error for most, since the peer's silence is noticed by its heartbeat.
         """
         peer = self.peers.ranks.get(name)
         if peer is None:
-            return
+            return False
         try:
             self.agent.notify(name, peer.seal.seal(message))
         except AgentError as e:
             self.quiet.warning(logger, f"notify {name}", "%s", e)
-            return
+            return False
         peer.last_sent_s = now_s
+        return True
 
     def digest(self, ranges: Ranges) -> bytes:
         """Of the bytes at these ranges, in their order: 16 bytes."""

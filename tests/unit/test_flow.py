@@ -11,6 +11,7 @@ from neuron_push.core.commands import (
     AbortConsumer,
     BeginProducer,
     Counters,
+    FinishProducer,
     OpenConsumer,
     Progress,
     Result,
@@ -90,9 +91,12 @@ class Sent(Shop):
     """A shop whose messages the test reads before they are sealed."""
 
     messages: list[Message]
+    is_deaf: bool = False
 
-    def send(self, name: str, message: Message, now_s: float) -> None:
-        self.messages.append(message)
+    def send(self, name: str, message: Message, now_s: float) -> bool:
+        if not self.is_deaf:
+            self.messages.append(message)
+        return not self.is_deaf
 
 
 class Rank:
@@ -299,6 +303,31 @@ def test_bytes_stay_counted_when_the_agent_is_replaced() -> None:
     new.half.on_timer("one", 3.0)  # quarantine
     new.load("four", 1, 2)
     assert new.outcomes("four") == []
+
+
+def test_a_registration_that_cannot_be_sent_fails_its_load_at_once() -> None:
+    d = Consumer()
+    d.shop.is_deaf = True
+    d.load("one", 1, 2)
+    assert d.outcomes("one") == [(Outcome.FAILED, Reason.HANDSHAKE)]
+    assert "one" in d.peer.loading  # its silence, or its word, gives the blocks back
+    d.shop.is_deaf = False
+    d.half.on_timer("one", 2.0)
+    (cancel,) = d.said(Cancel)
+    assert isinstance(cancel, Cancel)
+    d.half.on_message(d.peer, CancelAck(cancel.nonce), 2.0)
+    assert d.outcomes("one")[1:] == [(Outcome.RELEASED, Reason.HANDSHAKE)]
+
+
+def test_a_heartbeat_does_not_keep_a_tombstone_for_ever() -> None:
+    p = Producer()
+    assert p.register("one", 1) is None
+    p.half.on_cancel(p.peer, Cancel("one", registration("one", 1).nonce), 1.0)
+    p.half.begin(BeginProducer("one", "one", PROMPT), 1.0)
+    p.half.finish(FinishProducer("one"), 1.0)
+    p.half.on_renew(p.peer, "one", 1.5)
+    (name,) = p.shop.timers.due(1.0 + LIMITS.request_timeout_s + 0.1)
+    assert name == ("p", "one")
 
 
 def test_all_blocks_of_a_table_are_bytes() -> None:

@@ -121,6 +121,9 @@ class Producer(ProducerSession):
     def tick(self, at: float) -> list[str]:
         return self.do(self.on_tick(at))
 
+    def renew(self, at: float = 0.0, peer: str = "d0") -> list[str]:
+        return self.do(self.on_renew(peer, at))
+
     def written(self) -> list[str]:
         """The oldest WRITE in flight completes."""
         return self.do(self.on_write_done(*self.write_ids.pop(0)))
@@ -591,7 +594,7 @@ def test_lease_over_mid_write_keeps_the_blocks_until_the_write_has_ended() -> No
 def test_lease_renewed_by_heartbeat() -> None:
     p = computing(final=10)
     p.finish(at=0.0)
-    p.on_renew(20.0)
+    assert p.renew(20.0) == []
     assert p.tick(LEASE_S) == []
     assert p.tick(20.0 + LEASE_S) == ["sent"]
 
@@ -638,7 +641,7 @@ def test_a_key_that_is_used_again_sends_nothing_but_gets_its_blocks_back() -> No
 def test_patience_renewed_by_heartbeat() -> None:
     p = Producer()
     p.register(wants(), at=0.0)
-    p.on_renew(50.0)
+    assert p.renew(50.0) == []
     assert p.tick(PATIENCE_S) == []
     assert p.tick(50.0 + PATIENCE_S) == ["nack d0 unknown_transfer", "ack d0"]
 
@@ -647,8 +650,29 @@ def test_heartbeats_do_not_revive_what_is_over() -> None:
     p = computing(final=10)
     p.finish()
     p.tick(LEASE_S)
-    p.on_renew(LEASE_S)
+    p.renew(LEASE_S)
     assert p.deadline_s == math.inf
+
+
+def test_a_heartbeat_for_a_leg_that_has_stopped_is_told_so_again() -> None:
+    """The refusal was lost: without it, the consumer would wait for the request's time-out."""
+    p = computing(final=4)
+    p.register(wants(), of=2)
+    assert p.fail() == ["nack d0 producer_aborted"]
+    assert p.renew() == []  # its WRITE has not ended: nothing may be acknowledged yet
+    p.written()
+    assert p.renew() == ["nack d0 producer_aborted", "ack d0"]
+    assert p.renew(peer="d1") == []
+
+
+def test_a_heartbeat_for_a_leg_that_is_open_or_done_is_not_answered() -> None:
+    p = computing(final=4)
+    p.register(wants())
+    assert p.renew() == []
+    p.progress(10)
+    p.written()
+    p.written()
+    assert p.renew() == []
 
 
 # ------------------------------------------------------------ consumer

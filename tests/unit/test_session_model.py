@@ -454,7 +454,8 @@ class Life:
         elif what == "heartbeat" and (dest := self.dest(pick)):
             source = world.sources[world.producers[other % len(world.producers)], dest.key]
             if source.rank not in world.dead and world.link(source.rank, dest.rank).is_up:
-                source.session.on_renew(world.now_s)
+                actions = source.session.on_renew(dest.rank, world.now_s)
+                world.source_does(source, actions)
         elif what == "a moment passes":
             world.advance(0.2 * (1 + pick))
         elif what == "loss noticed" and unaware:
