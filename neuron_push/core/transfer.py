@@ -21,6 +21,9 @@ from neuron_push.core.wake import Wake
 logger = logging.getLogger(__name__)
 
 SET_UP_AGAIN_S = 1.0
+SET_UP_SLOW_S = 30.0
+"""Registering hundreds of GB takes seconds. A set-up that takes longer than this is worth a line:
+there is no agent yet that could be given up."""
 
 __all__ = ["RankSetup", "TransferThread"]
 
@@ -153,7 +156,15 @@ class TransferThread:
                     self._is_up.set()
                     return None
                 # Requests wait for it: their blocks are freed by nobody else.
-                logger.exception("rank %d: NIXL cannot be set up again, yet", self._setup.rank)
+                self._inbox.quiet.warning(
+                    logger,
+                    "set up",
+                    "rank %d: NIXL cannot be set up again, yet; tried every %g s: %s: %s",
+                    self._setup.rank,
+                    SET_UP_AGAIN_S,
+                    type(e).__name__,
+                    e,
+                )
                 self._stop.wait(SET_UP_AGAIN_S)
         return None
 
@@ -165,8 +176,20 @@ class TransferThread:
 
     def _watch(self) -> None:
         timeout_s = self._setup.limits.nixl_call_timeout_s
+        up_s = time.monotonic()
         while not self._stop.wait(timeout_s / 10):
             loop = self._loop
+            if loop is not None:
+                up_s = time.monotonic()
+            elif (waited_s := time.monotonic() - up_s) > SET_UP_SLOW_S:
+                self._inbox.quiet.warning(
+                    logger,
+                    "slow",
+                    "rank %d: no NIXL agent for %.0f s; no KV can be sent or received: if no line "
+                    "says why, a NIXL call hangs, and the engine must be started again",
+                    self._setup.rank,
+                    waited_s,
+                )
             call = loop.agent.abandon_if_stuck(timeout_s) if loop is not None else None
             if loop is not None and call is not None:
                 logger.error(

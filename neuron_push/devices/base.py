@@ -9,6 +9,7 @@ submitted to the device has become visible to the NIC.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -17,6 +18,8 @@ from typing import Any, Literal, Protocol
 from neuron_push.core.commands import Marker
 from neuron_push.core.layout import Allocation, Region
 from neuron_push.devices.checks import Check, Description
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "neuron_push.devices"
 
@@ -203,6 +206,8 @@ def find_backend(device_type: str, wanted: str = "auto") -> DeviceBackend:
             continue
         try:
             if backend.accepts(device_type):
+                for sentence in refusals:  # ours is used; a stranger's package is broken
+                    logger.warning("%s", sentence)
                 return backend
         except DeviceError as e:
             refusals.append(str(e))

@@ -109,7 +109,7 @@ def test_nixl_call_of_the_consumer_does_not_return() -> None:
         record(case, "serves again", 6, time.monotonic() - began_s)
 
 
-def test_nixl_cannot_be_set_up_again_at_once() -> None:
+def test_nixl_cannot_be_set_up_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
     with faulty() as (p, d, plan, _):
         serve(p, d)
         plan.add(
@@ -120,6 +120,26 @@ def test_nixl_cannot_be_set_up_again_at_once() -> None:
             time.sleep(0.05)
         assert plan.struck.count("register raise") == 2
         time.sleep(1.5)
+        serve(p, d)
+        said = [r.getMessage() for r in caplog.records if "cannot be set up again" in r.message]
+        assert len(said) == 1  # not one traceback a try
+        assert "a planned fault" in said[0]
+
+
+def test_no_agent_for_long_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neuron_push.core.transfer.SET_UP_SLOW_S", 0.5)
+    with faulty() as (p, d, plan, _):
+        serve(p, d)
+        plan.add(
+            Fault("notifications", Kind.BLOCK, block_s=2), Fault("register", Kind.BLOCK, block_s=2)
+        )
+        end_s = time.monotonic() + 6
+        while "no NIXL agent for" not in caplog.text and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert "a NIXL call hangs" in caplog.text
+        time.sleep(3)
         serve(p, d)
 
 

@@ -139,6 +139,16 @@ def test_a_third_party_is_found_by_its_entry_point(
         find_backend("cpu", "x")
 
 
+def test_a_package_that_does_not_load_is_named_even_where_another_serves(
+    installed_sample: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    entries = Path(installed_sample) / "abacus-1.0.dist-info" / "entry_points.txt"
+    entries.write_text(entries.read_text().replace("broken", "aaa"))
+    monkeypatch.syspath_prepend(installed_sample)
+    assert find_backend("abacus-v1").name == "abacus"
+    assert "device backend 'aaa' (no_such_module:Device) does not load" in caplog.text
+
+
 def test_xla_tensors_are_refused_with_the_reason() -> None:
     with pytest.raises(DeviceError, match="no stable address"):
         find_backend("xla")
