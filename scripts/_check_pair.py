@@ -281,9 +281,7 @@ class _Engine:
             make_agent=lambda: NixlAgent(f"{name}/0/{secrets.token_hex(4)}", pair.backend),
             confirm=lambda agent: confirm_device(device, agent),
         )  # fmt: skip
-        self.worker = PushWorker(
-            setup, device, early_failures=True, idle_wait_s=0.01, on_result=self.results.append
-        )
+        self.worker = PushWorker(setup, device, idle_wait_s=0.01, on_result=self.results.append)
 
     def produce(self) -> dict[str, Any]:
         from neuron_push.core.commands import BeginProducer, FinishProducer, Progress
