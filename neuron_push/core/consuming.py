@@ -132,7 +132,7 @@ class Consuming:
                 self._introduce(load, engine, now_s)
         for load in list(self._unfenced.values()):
             cancel = Cancel(load.session.key, load.session.nonce)
-            self._do(load, [Send(leg, cancel) for leg in load.silent.found(engine)], now_s)
+            self._do(load, [Send(name, cancel) for name in load.silent.found(engine)], now_s)
 
     def on_identity(self, identity: Identity, now_s: float) -> None:
         """This process has the name now: an earlier one that had it is dead."""
@@ -173,7 +173,7 @@ class Consuming:
         this rank's agent has been replaced.
         """
         load = self._loads.get(request_id)
-        if load is None or load.silent.leg(peer.name) not in load.session.legs:
+        if load is None or peer.name not in load.session.legs:
             return
         load.silent.add(peer, now_s)
         self._unfenced[request_id] = load
@@ -220,16 +220,16 @@ class Consuming:
         load = self._by_nonce.get(message.nonce)
         if load is None:
             return
-        session, leg = load.session, load.silent.leg(peer.name)
+        session = load.session
         if isinstance(message, Segment):
             mismatch = self._verify(load, peer, message)
             if mismatch:
                 self._do(load, session.on_fail(Reason.DIGEST_MISMATCH, mismatch, now_s), now_s)
-            self._do(load, session.on_segment(leg, message, now_s), now_s)
+            self._do(load, session.on_segment(peer.name, message, now_s), now_s)
         elif isinstance(message, Nack):
-            self._do(load, session.on_nack(leg, message, now_s), now_s)
+            self._do(load, session.on_nack(peer.name, message, now_s), now_s)
         else:
-            self._do(load, session.on_cancel_ack(leg, message, now_s), now_s)
+            self._do(load, session.on_cancel_ack(peer.name, message, now_s), now_s)
 
     def on_timer(self, request_id: str, now_s: float) -> None:
         load = self._loads.get(request_id)
@@ -315,9 +315,9 @@ class Consuming:
             )
         return ""
 
-    def _bury(self, load: _Load, legs: list[str], now_s: float) -> None:
-        for leg in legs:
-            self._do(load, load.session.on_peer_lost(leg, now_s), now_s)
+    def _bury(self, load: _Load, names: list[str], now_s: float) -> None:
+        for name in names:
+            self._do(load, load.session.on_peer_lost(name, now_s), now_s)
 
     def _fail_handshake(self, load: _Load, sentence: str, now_s: float) -> None:
         self._do(load, load.session.on_fail(Reason.HANDSHAKE, sentence, now_s), now_s)
@@ -358,7 +358,7 @@ class Consuming:
             elif isinstance(action, Report):
                 self._report(load, action, now_s)
         for leg in session.legs.values():
-            peer = self._shop.peers.ranks.get(load.silent.agent(leg.peer))
+            peer = self._shop.peers.ranks.get(leg.peer)
             if peer is None:
                 continue
             if leg.state not in (CState.OPEN, CState.FENCING):
@@ -378,7 +378,7 @@ class Consuming:
                 peer.announced.pop(session.key, None)
 
     def _send(self, load: _Load, action: Send, now_s: float) -> None:
-        agent, message = load.silent.agent(action.peer), action.message
+        agent, message = action.peer, action.message
         if isinstance(message, Cancel):
             logger.debug("transfer %s: cancel to %s", message.key, agent)
         is_sent = self._shop.send(agent, message, now_s)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PeerRank:
-    """One rank of a peer engine: rank number ``index`` there.
+    """One rank of a peer engine.
 
     ``outgoing`` plans WRITEs from this rank to it, ``incoming`` the other way; None where the
     two have no KV in common in that direction. Its death would
@@ -29,7 +29,6 @@ class PeerRank:
     """
 
     name: str
-    index: int
     engine: PeerEngine
     seal: Seal
     layout: KvLayout
@@ -166,7 +165,6 @@ class PeerTable:
             secrets = (message.my_secret, message.their_secret)
             peer = PeerRank(
                 name=name,
-                index=index,
                 engine=engine,
                 seal=Seal(
                     pair_key(*secrets, self._agent.name, name),

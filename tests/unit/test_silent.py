@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import msgspec
 
@@ -11,9 +10,9 @@ from neuron_push.core.commands import OpenConsumer, Target
 from neuron_push.core.consuming import Consuming
 from neuron_push.core.link import MeetPeer
 from neuron_push.core.messages import Cancel, CancelAck, EngineCard, Reason, Register
-from neuron_push.core.peers import PeerEngine, PeerRank
+from neuron_push.core.peers import PeerRank
 from neuron_push.core.session import Outcome
-from neuron_push.core.silent import SilentRanks, is_same_process
+from neuron_push.core.silent import is_same_process
 from tests.integration.engines import TOKENS_PER_BLOCK
 from tests.unit.test_flow import LIMITS, PROMPT, Rank, card
 
@@ -75,27 +74,15 @@ def test_the_rank_itself_is_asked_again_and_answers() -> None:
     assert d.outcomes == [Outcome.FAILED, Outcome.RELEASED]
 
 
-def test_a_new_agent_of_the_same_process_answers_for_the_old_one() -> None:
+def test_a_new_agent_of_the_same_process_cannot_answer_for_the_old_one() -> None:
+    """What the old agent posted may be under way for long: a slow network was seen to carry it."""
     d = Consumer()
     d.said()
-    heir = d.meet("p-again", "0.1")
-    assert d.said(Cancel) == [Cancel("r", d.nonce)]
-    assert heir.loading == {"r": "r"}  # its silence matters now
-    d.half.on_timer("r", 4.0)
-    assert d.said(Cancel) == [Cancel("r", d.nonce)]  # until it is answered
-    d.half.on_message(heir, CancelAck(d.nonce), 4.5)
-    assert d.outcomes == [Outcome.FAILED, Outcome.RELEASED]
-    assert heir.loading == {}
-
-
-def test_the_heir_falls_silent_too_and_has_an_heir() -> None:
-    d = Consumer()
-    d.meet("p-again", "0.1")
-    d.lose()
-    assert d.half.unfenced_since_s == 1.0
-    heir = d.meet("p-once-more", "0.2")
-    d.half.on_message(heir, CancelAck(d.nonce), 4.5)
-    assert d.outcomes == [Outcome.FAILED, Outcome.RELEASED]
+    other = d.meet("p-again", "0.1")
+    assert d.said(Cancel) == []
+    assert d.half.unfenced_since_s == 1.0  # this rank's own agent is replaced, in time
+    d.half.on_message(other, CancelAck(d.nonce), 4.5)
+    assert d.outcomes == [Outcome.FAILED]
 
 
 def test_another_process_under_the_name_says_that_the_old_one_is_dead() -> None:
@@ -107,22 +94,6 @@ def test_another_process_under_the_name_says_that_the_old_one_is_dead() -> None:
     assert d.outcomes == [Outcome.FAILED]
     d.half.on_timer("r", 2.0 + LIMITS.quarantine_s)
     assert d.outcomes == [Outcome.FAILED, Outcome.RELEASED]
-
-
-def test_a_rank_is_found_by_its_number() -> None:
-    peer, layout = Consumer().peer, Consumer().layout
-    other = replace(peer, index=1)
-    silent = SilentRanks()
-    silent.add(peer, 1.0)
-    silent.add(replace(other, name="p1"), 2.0)
-    back = PeerEngine(card("p", layout).identity, producers=[replace(other, name="p1-again")])
-    assert silent.found(back) == ["p1"]
-    assert silent.agent("p1") == "p1-again"
-    assert silent.leg("p1-again") == "p1"
-    assert silent.agent("p") == silent.leg("p") == "p"
-    assert silent.since_s == 1.0
-    assert silent.all_dead() == ["p"]
-    assert not silent
 
 
 def test_incarnations_of_one_process() -> None:
