@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from neuron_push.core.peers import PeerEngine
 from tests.faults.harness.pair import Pair, Transfer, serve
 from tests.faults.harness.process import LIMITS, Lab, no_lab, no_nixl
 
@@ -179,6 +180,10 @@ def run_case(pair: Pair, case: str, fault: str, victim: str, phase: str) -> None
         expect_consumer_ends(transfer, phase, HOLD_S)
         transfer.expect(p, "sent", SENT_S + HOLD_S)
     time.sleep(0.2)
+    if fault == "killed":
+        # Who was heard within the last second is believed to live: a request in that second,
+        # sent to the process that was killed, fails, and is not what is asked for here.
+        time.sleep(max(0.0, transfer.fault_s + PeerEngine.FRESH_S + 0.1 - time.monotonic()))
     if d.is_alive and transfer.outcomes(d):
         if victim == "P" or fault == "stopped":
             transfer.check_nothing_landed()
