@@ -11,6 +11,7 @@ import pytest
 
 from neuron_push.bench.lab import Lab
 from neuron_push.launch import Engine, Pair, free_ports, metrics, serving
+from tests.e2e.answers import ALTERNATIVES, assert_same_answer
 from tests.e2e.test_serving import PREFIX, complete, is_idle, tokens, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,9 +70,9 @@ def pair(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]
 def test_push_over_libfabric(pair: Pair, num_tokens: int) -> None:
     before = metrics(pair.consumer.url, PREFIX)
     prompt = tokens(num_tokens, num_tokens)
-    through = complete(pair.url, prompt)
-    alone = complete(pair.producer.url, prompt)
-    assert through["choices"][0]["text"] == alone["choices"][0]["text"]
+    through = complete(pair.url, prompt, logprobs=ALTERNATIVES)
+    alone = complete(pair.producer.url, prompt, logprobs=ALTERNATIVES)
+    assert_same_answer(through, alone)
     verified = PREFIX + "verified_loads_total"
     wait_until(
         lambda: metrics(pair.consumer.url, PREFIX)[verified] == before[verified] + 1,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from neuron_push.launch import Pair, metrics
+from tests.e2e.answers import ALTERNATIVES, assert_same_answer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(600)]
 
@@ -63,9 +64,9 @@ def is_idle(url: str) -> bool:
 def test_answers_are_those_of_one_engine_and_every_segment_is_verified(pair: Pair) -> None:
     before = loads(pair)
     prompt = tokens(100, 1)
-    through = complete(pair.url, prompt)
-    alone = complete(pair.producer.url, prompt)
-    assert through["choices"][0]["text"] == alone["choices"][0]["text"]
+    through = complete(pair.url, prompt, logprobs=ALTERNATIVES)
+    alone = complete(pair.producer.url, prompt, logprobs=ALTERNATIVES)
+    assert_same_answer(through, alone)
     wait_until(
         lambda: (
             loads(pair)[PREFIX + "verified_loads_total"]
@@ -88,10 +89,10 @@ def test_prompt_lengths(pair: Pair, num_tokens: int) -> None:
 def test_prompt_equal_to_a_cached_prefix(pair: Pair) -> None:
     """What the consumer has it does not ask for: nothing at all, when it has everything."""
     prompt = tokens(3 * BLOCK + 1, 7)
-    first = complete(pair.url, prompt)
+    first = complete(pair.url, prompt, logprobs=ALTERNATIVES)
     before = loads(pair)
-    again = complete(pair.url, prompt)
-    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    again = complete(pair.url, prompt, logprobs=ALTERNATIVES)
+    assert_same_answer(again, first)
     assert loads(pair)[PREFIX + "load_bytes_count"] == before[PREFIX + "load_bytes_count"]
     longer = complete(pair.url, prompt + tokens(2 * BLOCK, 8))
     assert longer["usage"]["prompt_tokens"] == 5 * BLOCK + 1
