@@ -27,11 +27,14 @@ DRAIN_TIMEOUT_S = 5.0
 """How long a step that takes blocks away waits for WRITEs that still read them."""
 
 
-LONG_IDLE_STEPS = 16
-LONG_IDLE_FACTOR = 5
+IDLE_SHARE = 16
+LONGEST_IDLE_WAIT_S = 5e-3
+LONGEST_LOAD_WAIT_S = 20e-3
 """An engine that waits for KV steps on with empty batches, and each costs both its processes
-about half a millisecond of a core. After some of them in a row the wait gets longer; what it
-waits for wakes it at once all the same, only a request that arrives meanwhile is seen later."""
+about half a millisecond of a core. So a wait gets longer with the time that nothing has happened,
+to a sixteenth of it. What it waits for ends it at once all the same; only a request that arrives
+meanwhile is seen later. That costs a producer time to first token, but a consumer nothing: it
+registers the request with a producer that has just begun to compute it."""
 
 
 @dataclass
@@ -72,7 +75,7 @@ class PushWorker:
         self._idle_wait_s = idle_wait_s
         self._on_result = on_result
         self._plan: StepPlan | None = None
-        self._idle_steps = 0
+        self._idle_s = 0.0  # waited in a row
         self._handled_preemptions: StepPlan | None = None
         # Loads that vLLM waits for -> their blocks, where a failure can be told by those. Never
         # the null block: it is in other requests' tables, too.
@@ -143,18 +146,17 @@ class PushWorker:
         is_idle = plan is not None and plan.is_idle
         wait_s = 0.0
         if not is_idle:
-            self._idle_steps = 0
+            self._idle_s = 0.0
             if not self.transfer.has_results:
                 return NOTHING
         else:
-            wait_s = self._idle_wait_s
-            if self._idle_steps >= LONG_IDLE_STEPS:
-                wait_s *= LONG_IDLE_FACTOR
+            longest_s = LONGEST_LOAD_WAIT_S if self._loads else LONGEST_IDLE_WAIT_S
+            wait_s = max(self._idle_wait_s, min(self._idle_s / IDLE_SHARE, longest_s))
         results = self.transfer.results(wait_s)
         if not results:
-            self._idle_steps += 1
+            self._idle_s += wait_s
             return NOTHING
-        self._idle_steps = 0
+        self._idle_s = 0.0
         step = StepResults()
         for result in results:
             self._on_result(result)

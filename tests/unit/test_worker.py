@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -196,6 +197,29 @@ def test_only_idle_steps_wait_for_results() -> None:
     rank.step(plan(is_idle=False))
     rank.step(plan(is_idle=True))
     assert rank.transfer.waits == [0.001]
+
+
+@pytest.mark.parametrize(("loads", "longest_s"), [([], 0.005), ([load("a")], 0.020)])
+def test_a_wait_grows_with_the_time_without_an_event(
+    loads: list[Command], longest_s: float
+) -> None:
+    rank = Rank()
+    rank.step(plan(*loads))
+    for _ in range(200):
+        rank.step(plan())
+    waits = rank.transfer.waits
+    assert waits == sorted(waits)
+    assert (waits[0], waits[15], waits[-1]) == (0.001, 0.001, longest_s)
+    for wait_s, before_s in zip(waits[1:], accumulate(waits), strict=False):
+        assert wait_s <= max(0.001, before_s / 16)
+    rank.step(plan(), sent("b"))
+    rank.step(plan())
+    assert waits[-1] == 0.001  # something has happened
+    for _ in range(200):
+        rank.step(plan())
+    rank.step(plan(is_idle=False))
+    rank.step(plan())
+    assert waits[-1] == 0.001  # something was computed
 
 
 @pytest.mark.parametrize("hooks", ["handle_preemptions, then bind", "bind only"])
