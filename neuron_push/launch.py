@@ -123,7 +123,12 @@ class Engine:
 
 
 class Server:
-    """A started process with its own session, so that ending it ends its children too."""
+    """A started process with its own process group, so that ending it ends its children too.
+
+    Not a session: Linux schedules each session as one group, and with two engines on few cores
+    (kernel 6.18) the engine that waits busily then kept the one that computes off the cores,
+    for tens of seconds.
+    """
 
     def __init__(self, name: str, argv: Sequence[str], env: dict[str, str], log: Path) -> None:
         self.name = name
@@ -135,7 +140,7 @@ class Server:
             stdout=self._file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )
 
     @property

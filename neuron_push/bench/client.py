@@ -62,7 +62,7 @@ class Client:
             stdout=subprocess.PIPE,
             stderr=self._file,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-            start_new_session=True,
+            process_group=0,
         )
         return self._child
 
