@@ -18,7 +18,10 @@ from pathlib import Path
 NAME = re.compile(
     r"(?P<mode>[a-z]+(?:-[a-z]+)*)_qps(?P<qps>[\d.]+)_in(?P<in>\d+)_out\d+_iter\d+\.json"
 )
-STYLES = {"push": "o-", "vllm-push": "s--", "pull": "^:", "vllm-pull": "^:", "plain": "x-."}
+# One colour a mode, in every panel: only the first has the legend.
+STYLES = {
+    "push": "C0o-", "vllm-push": "C3s--", "pull": "C2^:", "vllm-pull": "C2^:", "plain": "C7x-.",
+}  # fmt: skip
 
 Series = dict[float, dict[str, dict[int, list[float]]]]
 
@@ -63,6 +66,7 @@ def plot(series: Series, label: str, title: str, output: Path) -> None:
         axis.set_title(panel_title(qps))
         axis.set_xlabel("prompt tokens")
         axis.set_ylim(bottom=0)
+        axis.margins(x=0.1)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(label)
     axes[0][0].legend()
