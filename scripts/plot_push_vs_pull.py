@@ -66,7 +66,6 @@ def plot(series: Series, label: str, title: str, output: Path) -> None:
         axis.set_title(panel_title(qps))
         axis.set_xlabel("prompt tokens")
         axis.set_ylim(bottom=0)
-        axis.margins(x=0.1)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(label)
     axes[0][0].legend()

@@ -62,7 +62,7 @@ class Client:
             stdout=subprocess.PIPE,
             stderr=self._file,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-            process_group=0,
+            process_group=0,  # and not a session: see launch.Server
         )
         return self._child
 
