@@ -261,7 +261,7 @@ def test_hello_with_a_card_that_lies() -> None:
     """An address that is none, another's name: the engine stays up, and serves the others."""
     with faulty() as (p, d, _, _):
         serve(p, d)
-        card = d.side._card
+        card = d.side.card
         assert card is not None
         socket = side_socket(p)
         try:
