@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -74,6 +75,13 @@ def test_the_configuration_table_is_that_of_the_code() -> None:
     for name, _, unit, meaning in rows:
         assert (unit == "s") == name.strip("`").endswith("_s"), name
         assert meaning
+
+
+@every_page
+def test_python_names_exist(page: Path) -> None:
+    for span in code(page):
+        if re.fullmatch(r"neuron_push(\.\w+)+", span):
+            pkgutil.resolve_name(span)
 
 
 def test_the_metrics_are_those_of_the_code() -> None:
