@@ -332,15 +332,8 @@ class Consuming:
             return "a segment arrived for a request that registered nothing"
         first, end = segment.first_token, segment.end_token
         try:
-            tables, base = window(
-                self._shop.layout,
-                load.tables,  # type: ignore[arg-type]
-                command.base_token,
-                first,
-                end,
-            )
-            ids = [np.asarray(table, dtype=np.int64) for table in tables]
-            ranges = plan.ranges("dst", ids, first, end, base_token=base)
+            tables, base = window(self._shop.layout, load.tables, command.base_token, first, end)
+            ranges = plan.ranges("dst", tables, first, end, base_token=base)
         except PlanError as e:
             return f"segment {segment.index}: {e}"
         if self._shop.digest(ranges) != segment.digest:

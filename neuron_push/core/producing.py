@@ -7,9 +7,6 @@ import math
 import threading
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from neuron_push.core.agent import AgentError, WriteState
 from neuron_push.core.coalesce import PlanError
 from neuron_push.core.commands import (
@@ -19,6 +16,7 @@ from neuron_push.core.commands import (
     Progress,
     Result,
 )
+from neuron_push.core.flights import Flight, Flights, post_segment
 from neuron_push.core.messages import (
     Cancel,
     CancelAck,
@@ -26,17 +24,14 @@ from neuron_push.core.messages import (
     Nack,
     Reason,
     Register,
-    Segment,
-    unpack_blocks,
 )
 from neuron_push.core.peers import PeerRank
 from neuron_push.core.producer import ProducerSession
+from neuron_push.core.registration import Tables, checked_tables, over_limit
 from neuron_push.core.session import Action, Outcome, PState, Report, Send, Write
-from neuron_push.core.shop import Shop, window
+from neuron_push.core.shop import Shop
 
 logger = logging.getLogger(__name__)
-
-Tables = list[npt.NDArray[np.int64]]
 
 
 @dataclass
@@ -50,18 +45,6 @@ class _Prefill:
     num_bytes: int = 0
     num_segments: int = 0
     num_descriptors: int = 0
-
-
-@dataclass
-class _Flight:
-    """A posted WRITE."""
-
-    handle: object
-    peer: PeerRank
-    session: ProducerSession
-    write_id: int
-    posted_s: float
-    is_stalled: bool = False
 
 
 @dataclass
@@ -81,7 +64,7 @@ class Producing:
         self._prefills: dict[str, _Prefill] = {}  # by request id
         self._by_key: dict[str, _Prefill] = {}
         self._registered: dict[tuple[str, str], Tables] = {}  # (key, peer) -> block tables
-        self._flights: list[_Flight] = []
+        self._flights = Flights(shop)
         self._drains: list[_Drain] = []
         self._strangers: set[str] = set()  # requests whose key another one had first
         # WRITEs of an abandoned agent: (end of quarantine, session, peer, write id)
@@ -172,7 +155,7 @@ class Producing:
 
     def on_register(self, peer: PeerRank, message: Register, now_s: float) -> None:
         try:
-            tables = self._checked_tables(peer, message)
+            tables = checked_tables(peer, message)
         except MessageError as e:
             self._shop.quiet.warning(
                 logger, f"register {peer.name}", "registration by %s refused: %s", peer.name, e
@@ -181,7 +164,7 @@ class Producing:
             return
         num_bytes = peer.layout.table_bytes(tables)
         if message.key not in peer.sending:
-            detail = self._over_limit(peer, num_bytes)
+            detail = over_limit(peer, num_bytes, self._shop.limits)
             if detail:
                 self._refuse(peer, message.nonce, Reason.BUSY, detail, now_s)
                 return
@@ -200,24 +183,6 @@ class Producing:
             if message.key not in peer.queued:
                 peer.enqueue(message.key, num_bytes)
         self._do(session, actions, now_s)
-
-    def _over_limit(self, peer: PeerRank, num_bytes: int) -> str:
-        """Why this rank may not register so much more now; empty when it may.
-
-        Bytes count until the last segment is posted: only then can the consumer have received
-        all, and have given the blocks to its next load.
-        """
-        limits = self._shop.limits
-        if len(peer.sending) >= limits.max_open_per_peer:
-            return f"{len(peer.sending)} transfers to this rank are open: the limit"
-        max_bytes = limits.max_open_bytes(peer.layout)
-        if peer.queued_bytes + num_bytes > max_bytes:
-            return (
-                f"{peer.queued_bytes} bytes wait to be written to this rank, and with "
-                f"{num_bytes} more it would have over {max_bytes}: the limit, which is the size "
-                "of its KV memory"
-            )
-        return ""
 
     def _refuse(
         self, peer: PeerRank, nonce: int, reason: Reason, detail: str, now_s: float
@@ -264,44 +229,28 @@ class Producing:
 
     def poll_writes(self, now_s: float) -> bool:
         """True if a WRITE ended. Also drives NIXL."""
-        ended = [
-            (flight, state)
-            for flight in self._flights
-            if (state := self._shop.agent.poll_write(flight.handle)) is not WriteState.BUSY
-        ]
-        stall_s = self._shop.limits.stall_timeout_s
-        if not ended:
-            if now_s - self._flights[0].posted_s > stall_s:
-                self._check_stalls(now_s)
-            return False
-        gone = {id(flight) for flight, _ in ended}
-        self._flights = [flight for flight in self._flights if id(flight) not in gone]
+        ended = self._flights.take_ended()
         for flight, state in ended:
-            try:
-                self._shop.agent.release(flight.handle)
-            except AgentError as e:
-                self._shop.quiet.warning(logger, "release", "%s", e)  # it has ended all the same
-            flight.peer.num_writes -= 1
-            if flight.peer.is_lost and flight.peer.num_writes == 0:
-                self._shop.peers.forget(flight.peer)
-            session = flight.session
+            name, session = flight.peer.name, flight.session
             if state is WriteState.DONE:
-                actions = session.on_write_done(flight.peer.name, flight.write_id)
+                actions = session.on_write_done(name, flight.write_id)
             else:
                 self._shop.counters.event("failed_write")
-                detail = f"WRITE to {flight.peer.name} ended in an error"
-                actions = session.on_write_failed(flight.peer.name, flight.write_id, detail)
+                detail = f"WRITE to {name} ended in an error"
+                actions = session.on_write_failed(name, flight.write_id, detail)
             self._do(session, actions, now_s)
-        return True
+        if ended:
+            return True
+        for flight in self._flights.newly_stalled(now_s):
+            name, stall_s = flight.peer.name, self._shop.limits.stall_timeout_s
+            detail = f"a WRITE to {name} makes no progress for {stall_s:g} s"
+            self._do(flight.session, flight.session.on_stall(name, detail), now_s)
+        return False
 
     @property
     def stuck_since_s(self) -> float:
-        """When the first WRITE in flight to a lost peer was posted; infinity without any.
-
-        Its memory stays taken: a posted WRITE cannot be cancelled, and its peer's metadata must
-        stay while it is in flight.
-        """
-        return min((f.posted_s for f in self._flights if f.peer.is_lost), default=math.inf)
+        """See :class:`Flights`."""
+        return self._flights.stuck_since_s
 
     def take_over(self, old: Producing, now_s: float) -> None:
         """Go on with the requests of a loop whose agent is gone.
@@ -345,14 +294,6 @@ class Producing:
         """To the end of the first quarantine; none when there is no ghost left."""
         ends_s = (ghost[0] for ghost in self._ghosts)
         self._shop.timers.set(("g", ""), min(ends_s, default=math.inf))
-
-    def _check_stalls(self, now_s: float) -> None:
-        stall_s = self._shop.limits.stall_timeout_s
-        for flight in self._flights:
-            if not flight.is_stalled and now_s - flight.posted_s > stall_s:
-                flight.is_stalled = True
-                detail = f"a WRITE to {flight.peer.name} makes no progress for {stall_s:g} s"
-                self._do(flight.session, flight.session.on_stall(flight.peer.name, detail), now_s)
 
     def _session(self, key: str) -> ProducerSession:
         session = self._sessions.get(key)
@@ -413,76 +354,26 @@ class Producing:
         try:
             if peer is None or prefill is None:
                 raise AgentError(f"{action.peer} is not connected")
-            flight = self._write(session, prefill, peer, action, now_s)
+            register = session.legs[peer.name].register
+            if register is None:
+                raise AgentError(f"nothing was registered by {peer.name}")
+            tables = self._registered[session.key, peer.name]
+            posted = post_segment(
+                self._shop, peer, register, action.segment, prefill.tables, tables
+            )
         except (AgentError, PlanError) as e:
             self._shop.counters.event("failed_write")
             actions = session.on_write_failed(action.peer, action.write_id, str(e))
             self._do(session, actions, now_s)
             return
+        prefill.num_bytes += posted.num_bytes
+        prefill.num_descriptors += posted.num_descriptors
+        prefill.num_segments += 1
         peer.last_sent_s = now_s
-        if flight is None:
+        if posted.handle is None:
             self._do(session, session.on_write_done(action.peer, action.write_id), now_s)
             return
-        peer.num_writes += 1
-        self._flights.append(flight)
-
-    def _write(
-        self,
-        session: ProducerSession,
-        prefill: _Prefill,
-        peer: PeerRank,
-        action: Write,
-        now_s: float,
-    ) -> _Flight | None:
-        """Post one segment; None when it holds no bytes and its notification is all there is."""
-        plan, layout = peer.outgoing, self._shop.layout
-        register = session.legs[peer.name].register
-        segment = action.segment
-        if plan is None or register is None:
-            raise AgentError(f"nothing was registered by {peer.name}")
-        first, end = segment.first_token, segment.end_token
-        source, source_base = window(layout, prefill.tables, 0, first, end)
-        target, target_base = window(
-            peer.layout,
-            self._registered[session.key, peer.name],  # type: ignore[arg-type]
-            register.base_token,
-            first,
-            end,
-        )
-        source_ids = [np.asarray(ids, dtype=np.int64) for ids in source]
-        target_ids = [np.asarray(ids, dtype=np.int64) for ids in target]
-        copies = plan.copies(
-            source_ids,
-            target_ids,
-            first,
-            end,
-            src_base_token=source_base,
-            dst_base_token=target_base,
-        )
-        if register.verify:
-            ranges = plan.ranges(
-                "src",
-                source_ids,
-                first,
-                end,
-                base_token=source_base,
-                peer_blocks=target_ids,
-                peer_base_token=target_base,
-            )
-            segment = Segment(
-                segment.nonce, segment.index, segment.count, first, end, self._shop.digest(ranges)
-            )
-        prefill.num_bytes += copies.total_bytes
-        prefill.num_descriptors += copies.num_copies
-        prefill.num_segments += 1
-        blob = peer.seal.seal(segment)
-        if copies.num_copies == 0:
-            self._shop.agent.notify(peer.name, blob)
-            return None
-        handle = self._shop.agent.post_write(
-            peer.name, copies, self._shop.memory, peer.memory, blob
-        )
-        return _Flight(handle, peer, session, action.write_id, now_s)
+        self._flights.add(Flight(posted.handle, peer, session, action.write_id, now_s))
 
     def _report(self, session: ProducerSession, action: Report, now_s: float) -> None:
         prefill = self._by_key.get(session.key)
@@ -514,37 +405,3 @@ class Producing:
             if not any(session.num_in_flight for session in drain.sessions):
                 drain.done.set()
         self._drains = [drain for drain in self._drains if not drain.done.is_set()]
-
-    def _checked_tables(self, peer: PeerRank, message: Register) -> Tables:
-        """The registration's block tables, every id within the peer's own pools."""
-        wants_something = message.first_token < message.end_token
-        if not wants_something:
-            return []
-        layout = peer.layout
-        if peer.outgoing is None:
-            raise MessageError("this rank holds no KV that the registering rank could use")
-        if len(message.blocks) != layout.num_groups:
-            raise MessageError(
-                f"{len(message.blocks)} block tables, expected one for each of the "
-                f"{layout.num_groups} KV cache groups"
-            )
-        tables: Tables = []
-        for group, packed in enumerate(message.blocks):
-            ids = unpack_blocks(packed)
-            tokens, limit = layout.tokens_per_block(group), layout.num_blocks(group)
-            if message.base_token % tokens:
-                raise MessageError(
-                    f"base token {message.base_token} is no multiple of the {tokens} tokens of a "
-                    f"block of group {group}"
-                )
-            needed = -(-(message.end_token - message.base_token) // tokens)
-            if len(ids) < needed:
-                raise MessageError(
-                    f"group {group}: {len(ids)} blocks for {needed} blocks' worth of tokens"
-                )
-            if len(ids) and int(ids.max()) >= limit:
-                raise MessageError(
-                    f"group {group}: block id {int(ids.max())} is outside the pool of {limit}"
-                )
-            tables.append(ids)
-        return tables

@@ -7,6 +7,10 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from neuron_push.core.agent import Agent, AgentError, Memory
 from neuron_push.core.coalesce import Ranges
@@ -18,6 +22,8 @@ from neuron_push.core.peers import PeerTable
 from neuron_push.core.timers import Timers
 
 logger = logging.getLogger(__name__)
+
+Table = TypeVar("Table", list[int], npt.NDArray[np.int64])
 
 ReadMemory = Callable[[int, int], bytes]
 """(address, bytes) -> the bytes there; from the device backend."""
@@ -99,8 +105,8 @@ def read_host_memory(address: int, num_bytes: int) -> bytes:
 
 
 def window(
-    layout: KvLayout, tables: Sequence[Sequence[int]], base_token: int, first: int, end: int
-) -> tuple[list[Sequence[int]], int]:
+    layout: KvLayout, tables: Sequence[Table], base_token: int, first: int, end: int
+) -> tuple[list[Table], int]:
     """The entries of each group's table that hold tokens [first, end), and their base token.
 
     ``tables[g][i]`` holds tokens from ``base_token + i * tokens_per_block(g)`` on. Cut so that

@@ -135,6 +135,11 @@ class SideChannel:
     # ------------------------------------------------------------ other threads
 
     @property
+    def identity(self) -> Identity:
+        """Ours. Its incarnation is another when one of our ranks has a new agent."""
+        return self._contacts.identity
+
+    @property
     def card(self) -> EngineCard | None:
         """Ours, once all our ranks are up."""
         return self._contacts.card
@@ -161,12 +166,11 @@ class SideChannel:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        identity = self._contacts.identity
         logger.info(
             "engine %s (incarnation %s): side channel on %s",
             self._name,
-            identity.incarnation,
-            address_of(identity),
+            self.identity.incarnation,
+            address_of(self.identity),
         )
         while not self._stop:
             try:
@@ -263,9 +267,8 @@ class SideChannel:
                     self._say(frames[0], Refuse(f"this side channel speaks neuron_push: {e}"))
                 continue
             if isinstance(message, WhoAreYou):
-                identity = self._contacts.identity
                 is_ready = self._contacts.card is not None
-                self._say(frames[0], IAm(msgspec.structs.replace(identity, ready=is_ready)))
+                self._say(frames[0], IAm(msgspec.structs.replace(self.identity, ready=is_ready)))
             elif isinstance(message, WhichRails):
                 self._say(frames[0], self._rails())
             elif isinstance(message, Hello):
